@@ -1,0 +1,640 @@
+"""The engine: a tree of tokens in the program's hands.
+
+    open  fork  speculate  commit  join  abort  generate
+
+Every verb happens whole, or raises a `ForkServeError` and changes nothing.  Sessions and nodes are
+named by (session id, node id); a dead or foreign name is a typed error.  All verbs may be called
+from any thread; two threads may not generate, commit or join on one session at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from forkserve.config import ForkServeConfig
+from forkserve.control import lines, merging
+from forkserve.control.candidates import grammar_branches
+from forkserve.control.commit import CommitResult
+from forkserve.control.core import Core
+from forkserve.control.generation import Generation
+from forkserve.control.join import JoinResult, plan_join
+from forkserve.control.loop import Loop
+from forkserve.control.retention import ttl_s
+from forkserve.control.speculation import Request, Speculation, speculate
+from forkserve.control.stats import EngineStats
+from forkserve.errors import (
+    AdmissionRefused,
+    ConfigError,
+    ContextOverflow,
+    NodeError,
+    SessionError,
+)
+from forkserve.tree.invariants import check_all
+from forkserve.tree.node import Node
+from forkserve.tree.spine import take_prefix
+from forkserve.tree.tree import ContextTree
+from forkserve.types import (
+    GREEDY,
+    JobClass,
+    JoinPolicy,
+    NodeMode,
+    SamplingParams,
+    Tokens,
+    derive_seed,
+)
+
+if TYPE_CHECKING:
+    from forkserve.engine.protocol import Backend
+    from forkserve.session import Session
+
+__all__ = ["Engine", "SessionHandle"]
+
+
+class SessionHandle:
+    """Names an open session.  `tip` is always the present one, also after a commit."""
+
+    __slots__ = ("_engine", "cached_tokens", "id", "root", "tenant")
+
+    def __init__(self, engine: Engine, tree: ContextTree, cached_tokens: int) -> None:
+        self._engine = engine
+        self.id = tree.session
+        self.root = tree.root.id
+        self.tenant = tree.tenant
+        self.cached_tokens = cached_tokens
+
+    @property
+    def tip(self) -> int:
+        """Node at the end of the committed main line.  Raises SessionError once closed."""
+        return self._engine.tip(self.id)
+
+    def __repr__(self) -> str:
+        return f"SessionHandle(id={self.id!r}, root={self.root}, tenant={self.tenant!r})"
+
+
+class Engine:
+    """Verbs over a backend.
+
+    config: defaults to the backend's.  With ``config.background`` the loop runs in a thread of its
+    own; otherwise it runs in whichever thread waits (`generate`, `drain_slack`, ...).
+    """
+
+    def __init__(self, backend: Backend, config: ForkServeConfig | None = None) -> None:
+        if config is not None and config != backend.config:
+            raise ConfigError("engine and backend have different configs; give both the same one")
+        self.backend = backend
+        self.config = backend.config
+        self._core = Core(backend)
+        self._loop = Loop(self._core, background=self.config.background)
+        self._opened = 0
+        self._generations = 0
+        self._seeds: dict[str, int] = {}  # by session
+        self._users: dict[str, int] = {}  # session -> thread inside an exclusive verb
+
+    # ---------------------------------------------------------------- open and close
+
+    def open(
+        self,
+        tokens: Tokens | str,
+        *,
+        session: str | None = None,
+        tenant: str = "default",
+        salt: str | None = None,
+        seed: int | None = None,
+        prefill: bool = True,
+    ) -> SessionHandle:
+        """Start a session whose root holds `tokens` (text is encoded by the model's tokenizer).
+
+        The longest published prefix is taken by reference (`SessionHandle.cached_tokens`).
+        salt: sessions share prefixes only within one salt; defaults to the tenant's name.
+        seed: root of the session's random draws; defaults to one per session, from config.seed.
+        prefill: wait for the rest to be computed; False leaves it to the first use.
+
+        Raises SessionError (id in use), ConfigError (empty, id out of range), ContextOverflow,
+        OutOfPages.
+        """
+        core = self._core
+        ids = self._ids(tokens)
+        if not ids:
+            raise ConfigError("a session needs at least one token")
+        self._fits(len(ids), "prompt")
+        with core.lock:
+            self._loop.check()
+            self._opened += 1
+            name = session if session is not None else f"s{self._opened}"
+            if name in core.trees:
+                raise SessionError(f"session '{name}' is open already; close it or choose another id")
+            tree = ContextTree(
+                name,
+                core.pool,
+                tenant=tenant,
+                salt=tenant if salt is None else salt,
+                tail=self.config.tail,
+            )
+            root = tree.open_root(ids, core.clock.now_ms())
+            core.trees[name] = tree
+            core.meter.open(tenant)
+            self._seeds[name] = derive_seed(self.config.seed, self._opened) if seed is None else seed
+            cached = take_prefix(tree, core.index) if self.config.prefix_index else 0
+            core.count.cached_tokens += cached
+            handle = SessionHandle(self, tree, cached)
+        if prefill:
+            try:
+                self._complete(tree, root)
+            except BaseException:
+                self.close(name)
+                raise
+        return handle
+
+    def close(self, session: str) -> None:
+        """End a session and give back its pages.  Idempotent; published pages stay cached."""
+        core = self._core
+        with core.lock:
+            tree = core.trees.get(session)
+            if tree is not None:
+                core.close_tree(tree)
+                core.scheduler.cancel_session(session)
+            self._seeds.pop(session, None)
+            core.changed.notify_all()
+
+    def shutdown(self) -> None:
+        """Stop the loop, close every session and the backend.  Idempotent."""
+        self._loop.shutdown()
+        with self._core.lock:
+            for session in list(self._core.trees):
+                self.close(session)
+            self._core.index.clear()
+            for _, pages in self._core.pending:
+                self._core.pool.unpin(pages)
+            self._core.pending.clear()
+        self.backend.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    # ---------------------------------------------------------------- branches
+
+    def fork(self, session: str, parent: int, branch: str = "", tokens: Tokens | str = ()) -> int:
+        """A speculative child of `parent` that shares everything before it.  Returns its node id.
+
+        Costs the same however long the trunk is: no page is touched.  `tokens` is the text that is
+        known to follow on this branch.
+        """
+        ids = self._ids(tokens) if tokens else ()
+        core = self._core
+        with core.lock:
+            tree = core.tree(session)
+            node = tree.get(parent)
+            if ids:
+                self._fits(node.length + len(ids), "branch")
+            core.count.forks += 1
+            return tree.fork(node, branch, ids, core.clock.now_ms()).id
+
+    def append(self, session: str, node: int, tokens: Tokens | str) -> int:
+        """Add known text to a speculative node or to the tip of a line; returns its new length.
+
+        Nodes forked before keep the view they forked from.
+        """
+        ids = self._ids(tokens)
+        with self._core.lock:
+            tree = self._core.tree(session)
+            target = tree.get(node)
+            self._fits(target.length + len(ids), "sequence")
+            self._no_generation(tree, target)
+            if target.mode is not NodeMode.SPEC:
+                lines.require_tip(tree, target, "append to")
+            lines.require_known(target)
+            tree.extend(target, ids)
+            target.known = target.length
+            return target.length
+
+    def attempt(self, session: str, node: int) -> int:
+        """Run a branch for real: it becomes the committed tip of a line of its own.
+
+        Unlike a guess, an attempt may be generated on and committed to while the main line and
+        other attempts live on.  A commit on its parent that observes its text adopts it.
+        """
+        with self._core.lock:
+            tree = self._core.tree(session)
+            lines.attempt(self._core, tree, tree.get(node))
+            return node
+
+    def promote(self, session: str, node: int) -> int:
+        """Make a live node the tip of the main line without an observation; returns its id.
+
+        What the main line held beyond the common ancestor becomes a line of its own, idle.
+        """
+        with self._exclusive(session) as tree:
+            lines.promote(self._core, tree, tree.get(node))
+            return node
+
+    def abort(
+        self, session: str, node: int, *, lazy: bool | None = None, cascade: bool = True
+    ) -> int:
+        """Drop a branch and all below it; returns the pages that became free.
+
+        Only what the branch wrote is given back, whatever the length of its trunk.  lazy: mark
+        now, reclaim in `drain_aborts` (default: config.lazy_abort).  cascade: also drop speculative
+        ancestors that are left without a child.  Aborting a dead node does nothing.
+        """
+        core = self._core
+        with core.lock:
+            tree = core.tree(session)
+            if node not in tree.nodes and 0 < node < tree.next_id:
+                return 0
+            late = self.config.lazy_abort if lazy is None else lazy
+            return lines.abort(core, tree, tree.get(node), lazy=late, cascade=cascade)
+
+    def drain_aborts(self) -> int:
+        """Give back the pages of lazily aborted branches; returns how many became free."""
+        with self._core.lock:
+            return self._core.drain()
+
+    def mark_idle(self, session: str, node: int, tool_s: float) -> float:
+        """The tip waits for a tool of about `tool_s` seconds; returns its time to live in s.
+
+        When that is over the node's own KV may be dropped.  Its tokens stay: the next commit on it
+        brings the rows back by prefill.
+        """
+        core = self._core
+        with core.lock:
+            tree = core.tree(session)
+            target = tree.get(node)
+            self._no_generation(tree, target)
+            lines.require_tip(tree, target, "idle")
+            rows = target.kv_end - target.kv_begin
+            reload_s = core.backend.predict_ms(rows, target.kv_begin) / 1e3 if rows else 0.0
+            pages = core.pool.pages_for(rows)
+            life = ttl_s(tool_s, reload_s, 0.0, 1.0, pages, self.config)
+            tree.set_mode(target, NodeMode.IDLE)
+            core.arm(target, core.clock.now_ms() + life * 1e3)
+            return life
+
+    # ---------------------------------------------------------------- speculation
+
+    def speculate(
+        self,
+        session: str,
+        node: int,
+        *,
+        priority: float = 1.0,
+        t_idle_ms: float = 1e9,
+        guess: Tokens | str = (),
+        q: float = 0.0,
+        schema_stable: bool = True,
+        strict: bool = False,
+    ) -> Speculation:
+        """Let the engine prefill a branch while nothing better is to do.
+
+        priority: probability that the branch is taken.  t_idle_ms: expected pause.
+        guess, q: tokens that may follow the known ones, and the probability that they are a prefix
+        of what will be observed; refused below config.q_min or for free-form text.
+        strict: raise AdmissionRefused when nothing was admitted, instead of only saying so.
+        """
+        ids = self._ids(guess) if guess else []
+        with self._core.lock:
+            tree = self._core.tree(session)
+            target = tree.get(node)
+            self._fits(target.length + len(ids), "guess")
+            request = Request(target, priority, ids, q, schema_stable)
+            got = speculate(self._core, tree, [request], t_idle_ms)[node]
+        if strict and not got:
+            reason = next(iter(got.refused), None)
+            raise AdmissionRefused(
+                reason.reason if reason else "empty",
+                reason.message if reason else f"node {node} has no token without KV",
+            )
+        return got
+
+    def speculate_set(
+        self, session: str, priorities: Mapping[int, float], *, t_idle_ms: float = 1e9
+    ) -> dict[int, Speculation]:
+        """`speculate` on several branches, {node: priority}, chosen together under one budget."""
+        with self._core.lock:
+            tree = self._core.tree(session)
+            requests = [Request(tree.get(node), p) for node, p in priorities.items()]
+            return speculate(self._core, tree, requests, t_idle_ms)
+
+    def speculate_from_grammar(
+        self,
+        session: str,
+        parent: int,
+        masses: Mapping[str, float],
+        wrappers: Mapping[str, Tokens],
+        generic: Tokens,
+        *,
+        t_idle_ms: float = 1e9,
+    ) -> dict[str, int]:
+        """Fork and speculate on the likeliest tool wrappers; returns node ids by branch name.
+
+        masses: probability of each tool name under constrained decoding.  The top
+        config.grammar_top_m get a branch each, the rest share "other" with the generic wrapper.
+        """
+        branches = grammar_branches(masses, wrappers, generic, self.config.grammar_top_m)
+        with self._core.lock:
+            nodes = {b.branch: self.fork(session, parent, b.branch, b.tokens) for b in branches}
+            weights = {nodes[b.branch]: b.p for b in branches}
+            self.speculate_set(session, weights, t_idle_ms=t_idle_ms)
+        return nodes
+
+    def drain_slack(self) -> int:
+        """Run speculation: one tick's share, or with a background loop all that is queued.
+
+        Returns the tokens that ran, 0 when nothing is left.
+        """
+        core, loop = self._core, self._loop
+        before = loop.speculated
+        whole = self.config.background
+
+        def done() -> bool:
+            return (not whole and loop.speculated > before) or not core.scheduler.jobs(
+                JobClass.SPEC
+            )
+
+        loop.run_until(done)
+        return loop.speculated - before
+
+    # ---------------------------------------------------------------- commit and join
+
+    def commit(
+        self,
+        session: str,
+        node: int,
+        tokens: Tokens | str,
+        *,
+        full: bool = False,
+        branch: str | None = None,
+    ) -> CommitResult:
+        """Bind what was really observed after `node`, the tip of its line.
+
+        tokens: the observation; with full=True the whole sequence, which must extend the node's.
+        The live child with the longest common prefix wins (ties: the one named `branch`, then the
+        lowest id) and is cut where the observation differs; only the rest is prefilled, as
+        committed work of the passes to come, and the other speculative children are aborted.  If
+        no child fits, a new node is made.
+        """
+        observed = self._ids(tokens)
+        with self._exclusive(session) as tree:
+            target = tree.get(node)
+            lines.require_tip(tree, target, "commit at")
+            if full:
+                own = tree.tokens(target).tolist()
+                if observed[: len(own)] != own:
+                    raise NodeError(
+                        f"the full sequence of {len(observed)} tokens does not extend the "
+                        f"{len(own)} tokens of node {node}"
+                    )
+                observed = observed[len(own) :]
+            if not observed:
+                raise ConfigError("commit needs at least one observed token")
+            self._fits(target.length + len(observed), "sequence")
+            return merging.commit(self._core, tree, target, observed, branch)
+
+    def join(
+        self,
+        session: str,
+        children: Sequence[int],
+        policy: JoinPolicy | str = JoinPolicy.ALL,
+        *,
+        scaffold: Tokens | str = (),
+        blend: Tokens | str | None = None,
+        k: int | None = None,
+        parent: int | None = None,
+    ) -> JoinResult:
+        """One committed continuation from several branches; see `forkserve.control.join`.
+
+        It hangs under the common parent (or `parent`), which must be the tip of its line.
+        """
+        text = self._ids(scaffold) if scaffold else []
+        blended = self._ids(blend) if blend is not None else None
+        with self._exclusive(session) as tree:
+            plan = plan_join(tree, children, policy, text, blended, k, parent)
+            lines.require_tip(tree, plan.parent, "join at")
+            self._fits(plan.parent.length + len(plan.tokens), "join")
+            self._core.count.joins += 1
+            return merging.join(self._core, tree, plan, JoinPolicy(policy))
+
+    # ---------------------------------------------------------------- generation
+
+    def generate(
+        self,
+        session: str,
+        max_tokens: int = 128,
+        *,
+        node: int | None = None,
+        params: SamplingParams = GREEDY,
+    ) -> list[int]:
+        """Sample up to `max_tokens` tokens after the tip (or after `node`, the tip of a line).
+
+        They become committed text of the session; the end token is included.
+        """
+        return self.start(session, max_tokens, node=node, params=params).result()
+
+    def generate_many(
+        self,
+        targets: Sequence[str | tuple[str, int]],
+        max_tokens: int = 128,
+        *,
+        params: SamplingParams = GREEDY,
+    ) -> list[list[int]]:
+        """Generate on several sessions, or (session, node) tips, in shared passes.
+
+        With params.seed the i-th target draws from ``derive_seed(seed, i)``.
+        """
+        running: list[Generation] = []
+        try:
+            for number, target in enumerate(targets):
+                session, node = (target, None) if isinstance(target, str) else target
+                own = params
+                if params.seed is not None:
+                    own = replace(params, seed=derive_seed(params.seed, number))
+                running.append(self.start(session, max_tokens, node=node, params=own))
+            return [generation.result() for generation in running]
+        finally:
+            for generation in running:
+                generation.cancel()
+
+    def start(
+        self,
+        session: str,
+        max_tokens: int = 128,
+        *,
+        node: int | None = None,
+        params: SamplingParams = GREEDY,
+    ) -> Generation:
+        """Begin a generation and return its handle: wait for it, iterate it, or cancel it.
+
+        Without a background loop it advances while somebody waits on the engine.
+        """
+        if max_tokens < 0:
+            raise ConfigError(f"max_tokens={max_tokens} must be >= 0")
+        core = self._core
+        with core.lock:
+            self._loop.check()
+            tree = core.tree(session)
+            self._claimable(session)
+            target = tree.tip if node is None else tree.get(node)
+            self._no_generation(tree, target)
+            lines.require_tip(tree, target, "generate on")
+            if target.mode is NodeMode.IDLE:
+                raise NodeError(f"node {target.id} is idle: commit on it or promote it first")
+            lines.require_known(target)
+            if max_tokens:
+                self._fits(target.length + 1, "sequence")
+            self._generations += 1
+            seed = self._seeds[session] if params.seed is None else params.seed
+            if params.seed is None and target.line:
+                seed = derive_seed(seed, target.line)
+            generation = Generation(
+                self._generations,
+                session,
+                target.id,
+                max_tokens,
+                params,
+                seed,
+                lambda ids: self.backend.tokenizer.decode_bytes(ids, skip_special=True),
+                self._loop.run_until,
+                self._cancel,
+            )
+            generation.started_ms = core.clock.now_ms()
+            if max_tokens == 0:
+                generation.end("length")
+            generation.narrow()
+            if not generation.done:
+                core.ensure(tree, target, generation)
+            return generation
+
+    # ---------------------------------------------------------------- looking in
+
+    def tip(self, session: str) -> int:
+        """Node at the end of the session's committed main line."""
+        with self._core.lock:
+            return self._core.tree(session).tip.id
+
+    def tokens(self, session: str, node: int | None = None) -> list[int]:
+        """All tokens from the root to the tip (or to `node`)."""
+        with self._core.lock:
+            tree = self._core.tree(session)
+            return tree.tokens(tree.tip if node is None else tree.get(node)).tolist()
+
+    def text(self, session: str, node: int | None = None) -> str:
+        """The same as text, special tokens included."""
+        ids = self.tokens(session, node)
+        return self.backend.tokenizer.decode_bytes(ids).decode("utf-8", "replace")
+
+    def tree(self, session: str) -> ContextTree:
+        """The session's tree, to look at; change it through the verbs only."""
+        with self._core.lock:
+            return self._core.tree(session)
+
+    def sessions(self) -> list[str]:
+        """Ids of the open sessions."""
+        with self._core.lock:
+            return list(self._core.trees)
+
+    def session(self, prompt: Tokens | str, **options: Any) -> Session:
+        """Open a session as an object: text in, text out.  Options as for `open`."""
+        from forkserve.session import Session
+
+        return Session(self, prompt, **options)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of pages, rows and counters."""
+        with self._core.lock:
+            return self._core.stats()
+
+    def check(self) -> None:
+        """Check every invariant of the design from scratch; AssertionError with the numbers."""
+        with self._core.lock:
+            check_all(self._core.pool, self._core.trees.values(), self._core.index)
+
+    # ---------------------------------------------------------------- helpers
+
+    def _ids(self, tokens: Tokens | str) -> list[int]:
+        """Token ids, checked against the vocabulary; text is encoded."""
+        if isinstance(tokens, str):
+            return self.backend.tokenizer.encode(tokens)
+        try:
+            ids = [int(t) for t in tokens]
+        except (TypeError, ValueError):
+            raise ConfigError(f"tokens must be text or integers, not {type(tokens).__name__}") from None
+        size = self.backend.info.vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            wrong = next(i for i in ids if not 0 <= i < size)
+            raise ConfigError(f"token id {wrong} is not in the vocabulary of {size} ids")
+        return ids
+
+    def _fits(self, length: int, what: str) -> None:
+        limit = self.backend.info.max_context
+        if length > limit:
+            raise ContextOverflow(length, limit, what)
+
+    def _complete(self, tree: ContextTree, node: Node) -> None:
+        """Wait until a node's rows are computed."""
+        with self._core.lock:
+            task = self._core.ensure(tree, node)
+        self._loop.run_until(lambda: task.done)
+        if task.error is not None:
+            raise task.error
+
+    def _cancel(self, generation: Generation) -> None:
+        core = self._core
+        with core.lock:
+            generation.end("cancelled")
+            task = core.tasks.get((generation.session, generation.node))
+            if task is not None and task.generation_handle is generation:
+                core.finish(task)
+
+    def _no_generation(self, tree: ContextTree, node: Node) -> None:
+        task = self._core.tasks.get((tree.session, node.id))
+        if task is not None and task.generation_handle is not None:
+            raise SessionError(
+                f"a generation is running on node {node.id} of session '{tree.session}'; "
+                "wait for it or cancel it first"
+            )
+
+    def _claimable(self, session: str) -> None:
+        user = self._users.get(session)
+        if user is not None and user != threading.get_ident():
+            raise SessionError(
+                f"session '{session}' is in use by another thread; give each thread a session or a "
+                "branch of its own"
+            )
+
+    @contextmanager
+    def _exclusive(self, session: str) -> Iterator[ContextTree]:
+        """The session's tree, settled and locked: no other thread is at it, no batch reads it."""
+        core = self._core
+        with core.lock:
+            self._loop.check()
+            tree = core.tree(session)
+            self._claimable(session)
+            if any(
+                t.generation_handle is not None and t.session == session
+                for t in core.tasks.values()
+            ):
+                raise SessionError(
+                    f"a generation is running on session '{session}'; wait for it or cancel it"
+                )
+            outer = session in self._users
+            self._users[session] = threading.get_ident()
+            try:
+                self._loop.quiesce(session)
+                if core.trees.get(session) is not tree:
+                    raise SessionError(f"session '{session}' was closed meanwhile")
+                yield tree
+            finally:
+                if not outer:
+                    self._users.pop(session, None)

@@ -1,0 +1,253 @@
+"""A deterministic language model that really reads its KV rows through the page tables.
+
+Two layers of integer arithmetic, so that every sum is exact whatever the batch or the chunking::
+
+    a_t = mix(token_t, t)                       layer 1 row
+    b_t = mix(a_t, sum of a_j for j <= t)       layer 2 row: depends on everything before
+    logits_t = hash(id, sum of b_j for j <= t)
+
+A row that is missing, repeated, stale, from another sequence or at another position changes every
+later token.  Free slots hold random values, so reading one does as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from forkserve.clock import Clock, VirtualClock
+from forkserve.config import ForkServeConfig
+from forkserve.engine.sampling import sample
+from forkserve.errors import BackendError
+from forkserve.types import Batch, BatchResult, ModelInfo, SampleSpec, Span, Work, WorkResult
+
+__all__ = ["ByteTokenizer", "MockBackend"]
+
+U64 = npt.NDArray[np.uint64]
+
+_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>", "<|eos|>")
+EOS = 259
+
+
+class ByteTokenizer:
+    """One id per byte, then four markers; ids above are unused and decode to nothing."""
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        if not special or "<|" not in text:
+            return list(text.encode())
+        ids: list[int] = []
+        while text:
+            found = [(text.find(m), n) for n, m in enumerate(_SPECIAL) if m in text]
+            if not found:
+                return ids + list(text.encode())
+            at, number = min(found)
+            ids += [*text[:at].encode(), 256 + number]
+            text = text[at + len(_SPECIAL[number]) :]
+        return ids
+
+    def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
+        out = bytearray()
+        for i in ids:
+            if i < 256:
+                out.append(i)
+            elif not skip_special and i < 256 + len(_SPECIAL):
+                out += _SPECIAL[i - 256].encode()
+        return bytes(out)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """ChatML, with the tools as JSON lines in a system turn of their own."""
+        import json
+
+        parts = [("system", "\n".join(json.dumps(t) for t in tools))] if tools else []
+        for message in messages:
+            text = message.get("content") or ""
+            for call in message.get("tool_calls") or ():
+                text += f"<tool_call>{json.dumps(call.get('function', call))}</tool_call>"
+            parts.append((str(message["role"]), str(text)))
+        body = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in parts)
+        return body + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+
+class MockBackend:
+    """The mock.  Everything it does is a function of its arguments and of what it was asked.
+
+    force_preempt_every: tell the engine to pre-empt a running generation every n-th pass (tests).
+    replies: texts or token lists that successive generations answer with, in order, each ended by
+    end-of-text; afterwards the model speaks for itself.
+    clock: time; the default virtual clock advances by the cost model of each pass, in ms:
+    ``step_ms + prefill_us / 1000 * new tokens``.
+    """
+
+    def __init__(
+        self,
+        config: ForkServeConfig | None = None,
+        *,
+        vocab_size: int = 1024,
+        max_context: int = 2_000_000,
+        clock: Clock | None = None,
+        step_ms: float = 0.2,
+        prefill_us: float = 12.0,
+        replies: Sequence[str | Sequence[int]] = (),
+        force_preempt_every: int = 0,
+        on_batch: Callable[[Batch], None] | None = None,
+    ) -> None:
+        self.config = config or ForkServeConfig()
+        self.tokenizer = ByteTokenizer()
+        self.clock: Clock = clock or VirtualClock()
+        self.step_ms = step_ms
+        self.prefill_us = prefill_us
+        self.force_preempt_every = force_preempt_every
+        self.info = ModelInfo(
+            name="mock",
+            vocab_size=vocab_size,
+            max_context=min(max_context, self.config.max_context or max_context),
+            eos_ids=(EOS,),
+            kv_bytes_per_token=16,
+            device="cpu",
+            dtype="uint64",
+        )
+        self._replies = [self._ids(reply) for reply in replies]
+        self._by_request: dict[int, list[int]] = {}
+        self._on_batch = on_batch
+        self._fail_next: Exception | None = None
+        shape = (self.config.capacity_pages, self.config.page_size, 2)
+        self._poison = np.random.default_rng(self.config.seed ^ 0x5EED)
+        self._rows: U64 = np.empty(shape, np.uint64)  # [pages, P, (a, b)]
+        self._fresh = np.ones(shape[0], bool)  # pages whose slots were never poisoned
+        self._ids_row: U64 = np.arange(vocab_size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+    # ---------------------------------------------------------------- contract
+
+    def execute(self, batch: Batch) -> BatchResult:
+        if self._fail_next is not None:
+            error, self._fail_next = self._fail_next, None
+            raise error
+        if self._on_batch is not None:
+            self._on_batch(batch)
+        for c in batch.copies:
+            self._touch([c.dst_page])
+            source = self._rows[c.src_page, c.src_row : c.src_row + c.rows]
+            self._rows[c.dst_page, c.dst_row : c.dst_row + c.rows] = source
+        sums: dict[tuple[Hashable, int], U64] = {}
+        out = [self._run(work, sums) for work in batch.works]
+        for work, (rows, _) in zip(batch.works, out, strict=True):
+            if work.write is not None:
+                self._write(work.write, rows)
+        tokens = sum(len(work.tokens) for work in batch.works)
+        elapsed = self.predict_ms(tokens) if batch.works else 0.0
+        if isinstance(self.clock, VirtualClock):
+            self.clock.advance(elapsed)
+        return BatchResult([result for _, result in out], elapsed)
+
+    def predict_ms(self, new_tokens: int, context_tokens: int = 0) -> float:
+        return self.step_ms + self.prefill_us / 1000 * new_tokens
+
+    def discard(self, pages: Sequence[int]) -> None:
+        self._fresh[list(pages)] = True
+
+    def close(self) -> None:
+        self._by_request.clear()
+
+    # ---------------------------------------------------------------- test aids
+
+    def script(self, *replies: str | Sequence[int]) -> None:
+        """Queue replies for generations to come."""
+        self._replies += [self._ids(reply) for reply in replies]
+
+    def corrupt(self, page: int, row: int = 0) -> None:
+        """Flip a bit of one row: used to prove that a test would notice."""
+        self._rows[page, row, 1] ^= np.uint64(1)
+
+    def fail_next(self, error: Exception | None = None) -> None:
+        """Let the next pass raise."""
+        self._fail_next = error or BackendError("the mock was told to fail")
+
+    # ---------------------------------------------------------------- the model
+
+    def _run(self, work: Work, sums: dict[tuple[Hashable, int], U64]) -> tuple[U64, WorkResult]:
+        """New rows [n, 2] and the result of one work."""
+        before = np.zeros(2, np.uint64)
+        for span in work.context:
+            key = (span.key, span.length)
+            if key not in sums:  # a trunk under many branches is summed once
+                sums[key] = self._read(span).sum(0, dtype=np.uint64)
+            before = before + sums[key]
+        tokens = np.asarray(work.tokens, np.uint64)
+        positions = np.arange(work.start, work.start + len(tokens), dtype=np.uint64)
+        a = _mix(tokens * np.uint64(0xD6E8FEB86659FD93) + positions + np.uint64(1))
+        total_a = np.cumsum(a, dtype=np.uint64) + before[0]
+        b = _mix(a ^ total_a)
+        total_b = np.cumsum(b, dtype=np.uint64) + before[1]
+        result = WorkResult()
+        if work.all_logits:
+            result.logits = np.stack([self._logits(t) for t in total_b])
+        elif work.logits or work.sample is not None:
+            result.logits = self._logits(total_b[-1])
+        if work.sample is not None:
+            scripted = self._scripted(work.sample)
+            last = result.logits if result.logits is not None else self._logits(total_b[-1])
+            last = last[-1] if last.ndim == 2 else last
+            token, logprob = sample(last, work.sample)
+            result.token, result.logprob = (token if scripted is None else scripted), logprob
+            if not work.logits and not work.all_logits:
+                result.logits = None
+        return np.stack([a, b], 1), result
+
+    def _logits(self, total: np.uint64) -> npt.NDArray[np.float32]:
+        """A row of logits in [0, 8), a hash of (id, total)."""
+        bits = _mix(self._ids_row ^ total) >> np.uint64(40)
+        return bits.astype(np.float32) * np.float32(8 / 2**24)
+
+    def _read(self, span: Span) -> U64:
+        first = span.offset // self.config.page_size
+        last = -(-(span.offset + span.length) // self.config.page_size)
+        pages = list(span.pages[first:last])
+        self._touch(pages)
+        rows = self._rows[pages].reshape(-1, 2)
+        begin = span.offset - first * self.config.page_size
+        return rows[begin : begin + span.length]
+
+    def _write(self, span: Span, rows: U64) -> None:
+        slots = np.arange(span.offset, span.offset + span.length)
+        pages = np.asarray(span.pages)[slots // self.config.page_size]
+        self._touch(np.unique(pages).tolist())
+        self._rows[pages, slots % self.config.page_size] = rows
+
+    def _touch(self, pages: Sequence[int]) -> None:
+        """Poison pages on first use after they were freed, so that stale rows are never readable."""
+        for page in pages:
+            if self._fresh[page]:
+                self._fresh[page] = False
+                self._rows[page] = self._poison.integers(
+                    0, 2**63, self._rows.shape[1:], dtype=np.uint64
+                )
+
+    def _scripted(self, spec: SampleSpec) -> int | None:
+        if spec.step == 0 and self._replies and spec.request not in self._by_request:
+            self._by_request[spec.request] = self._replies.pop(0)
+        reply = self._by_request.get(spec.request)
+        if reply is None:
+            return None
+        if spec.step < len(reply):
+            return reply[spec.step]
+        self._by_request.pop(spec.request, None)
+        return EOS
+
+    def _ids(self, reply: str | Sequence[int]) -> list[int]:
+        return self.tokenizer.encode(reply) if isinstance(reply, str) else list(reply)
+
+
+def _mix(x: U64) -> U64:
+    """The splitmix64 finaliser: a bijection of 64-bit words that spreads every bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

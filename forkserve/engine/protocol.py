@@ -1,0 +1,70 @@
+"""The contract between the control plane and whatever runs the model.
+
+A backend owns tensors indexed by page id and nothing else: which page is live, shared or free is
+the pool's business (`forkserve.tree.pool`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from forkserve.clock import Clock
+from forkserve.config import ForkServeConfig
+from forkserve.types import Batch, BatchResult, ModelInfo
+
+__all__ = ["Backend", "Tokenizer"]
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to ids and back.  Ids are the truth; text is a view."""
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of `text`; markers such as ``<|im_start|>`` become single ids unless special=False.
+
+        Adds nothing at either end (no begin-of-text)."""
+        ...
+
+    def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
+        """The exact bytes of `ids`.  Concatenates: bytes(a + b) == bytes(a) + bytes(b)."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Chat messages as text, by the model's own template."""
+        ...
+
+
+class Backend(Protocol):
+    """Runs batches over paged KV."""
+
+    config: ForkServeConfig
+    info: ModelInfo
+    tokenizer: Tokenizer
+    clock: Clock
+
+    def execute(self, batch: Batch) -> BatchResult:
+        """Do the copies, then one forward pass.  Called from one thread at a time.
+
+        Either all rows of the batch are written or an exception is raised, after which the rows
+        the batch would have written hold anything; no other row has changed.
+        """
+        ...
+
+    def predict_ms(self, new_tokens: int, context_tokens: int = 0) -> float:
+        """Predicted time of a pass over `new_tokens` rows that attend to `context_tokens` each."""
+        ...
+
+    def discard(self, pages: Sequence[int]) -> None:
+        """These pages are free now; their rows are never read again before being written."""
+        ...
+
+    def close(self) -> None:
+        """Give back tensors and threads.  Idempotent."""
+        ...

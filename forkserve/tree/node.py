@@ -1,0 +1,120 @@
+"""Nodes and segments: the two records a context tree is made of.
+
+A node owns the tokens it adds (its residual); a segment owns the pages of a run of KV rows.
+
+::
+
+    position   0 ............ alias_len ................. length
+    parent     [-------------------]                             tokens of the ancestors
+    node                            [----- tokens ------]        its own residual
+    KV rows              [r copied | own rows ....)              first segment of the node
+                         kv_begin                  kv_end
+
+`kv_begin < alias_len` when the tail of the parent's last page was copied (pack) or taken over;
+``kv_begin == alias_len`` when it is shared (freeze).  Rows below `kv_begin` are the ancestors'.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+from forkserve.types import NodeMode, Span
+
+__all__ = ["MAIN_LINE", "Node", "Segment", "new_segment"]
+
+MAIN_LINE = 0
+_uids = iter(range(1, 2**62))
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A contiguous run of KV rows with its own page alignment.
+
+    Position p is row ``(p - start) % P`` of ``pages[(p - start) // P]``; rows [start, end) are
+    written.  sealed: a child looks at it, so the owner may not write here until that child is gone.
+    shared: taken from the prefix index; its key is common to several sessions, so it never grows.
+    A `pages` list is replaced, never changed in place: batches in flight read it.
+    """
+
+    key: Hashable
+    start: int
+    pages: list[int]
+    end: int
+    sealed: bool = False
+    shared: bool = False
+
+    def span(self, upto: int) -> Span:
+        """Rows [start, upto) for a backend to read."""
+        return Span(self.key, self.pages, self.start, upto - self.start)
+
+
+def new_segment(start: int, pages: list[int], end: int) -> Segment:
+    return Segment(next(_uids), start, pages, end)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One node of a context tree; see the module's drawing for its positions.
+
+    known: absolute position up to which the tokens are certain (the rest is a guess).
+    line: which committed line a Commit or Idle node belongs to (MAIN_LINE, or an attempt's).
+    evicted: its KV was dropped; it comes back by prefill.  published: full pages, counted from
+    position 0, that the prefix index knows, with `digest` at their end.
+    """
+
+    id: int
+    parent: Node | None
+    branch: str
+    alias_len: int
+    tokens: array[int]
+    mode: NodeMode
+    generation: int
+    created_ms: float
+    line: int = MAIN_LINE
+    known: int = 0
+    children: dict[int, Node] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list)
+    evicted: bool = False
+    published: int = 0
+    digest: bytes = b""
+    tail_choice: tuple[int, int, bool] | None = None  # (alias_len, children, freeze): last choice
+    speculated: int = 0  # rows computed here while the node was speculative
+    used_ms: float = 0.0
+    ttl_deadline_ms: float | None = None
+    spans_cache: tuple[int, int, tuple[Span, ...]] | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens from the root to the end of this node."""
+        return self.alias_len + len(self.tokens)
+
+    @property
+    def kv_begin(self) -> int:
+        """Position of the node's first own row; its ancestors hold those before."""
+        return self.segments[0].start if self.segments else self.alias_len
+
+    @property
+    def kv_end(self) -> int:
+        """Rows [kv_begin, kv_end) are written by this node."""
+        return self.segments[-1].end if self.segments else self.alias_len
+
+    @property
+    def live(self) -> bool:
+        return self.mode is not NodeMode.DEAD
+
+    def ancestors(self) -> Iterator[Node]:
+        """Parent, grandparent, ... root."""
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def subtree(self) -> Iterator[Node]:
+        """This node and all below it, parents first."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())

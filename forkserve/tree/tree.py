@@ -1,0 +1,238 @@
+"""The context tree of one session: tokens, modes and generations.  Rows live in `rows`."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from forkserve.errors import NodeError
+from forkserve.tree.node import MAIN_LINE, Node
+from forkserve.tree.pool import PagePool
+from forkserve.types import NodeMode, Tokens
+
+__all__ = ["ContextTree", "committed", "lcp"]
+
+_EDGES = {
+    (NodeMode.SPEC, NodeMode.COMMIT),
+    (NodeMode.SPEC, NodeMode.IDLE),
+    (NodeMode.COMMIT, NodeMode.IDLE),
+    (NodeMode.IDLE, NodeMode.COMMIT),
+    (NodeMode.SPEC, NodeMode.DEAD),
+    (NodeMode.COMMIT, NodeMode.DEAD),
+    (NodeMode.IDLE, NodeMode.DEAD),
+}
+
+
+class ContextTree:
+    """Nodes of one session over the shared page pool.
+
+    A node is named by (session, node id) everywhere outside; ids count from 1 and are never used
+    twice.  Dead nodes leave the tree at once; `get` still tells a dead id from an unknown one.
+    """
+
+    def __init__(
+        self,
+        session: str,
+        pool: PagePool,
+        *,
+        tenant: str = "default",
+        salt: str = "",
+        tail: Literal["auto", "pack", "freeze"] = "auto",
+    ) -> None:
+        self.session = session
+        self.pool = pool
+        self.tenant = tenant
+        self.salt = salt
+        self.tail_policy = tail
+        self.nodes: dict[int, Node] = {}
+        self.tips: dict[int, Node] = {}  # line -> its last committed node
+        self.epoch = 0  # bumped whenever rows of a committed node move or go away
+        self.dead: list[Node] = []  # aborted lazily: pages still held
+        self.next_id = 1
+        self._next_line = MAIN_LINE + 1
+
+    # ---------------------------------------------------------------- look-up
+
+    @property
+    def root(self) -> Node:
+        return self.nodes[1]
+
+    @property
+    def tip(self) -> Node:
+        """Last node of the main line: what `generate` extends."""
+        return self.tips[MAIN_LINE]
+
+    def get(self, node_id: int) -> Node:
+        """A live node.  Raises NodeError for a dead or unknown id, saying which."""
+        node = self.nodes.get(node_id)
+        if node is not None:
+            return node
+        if isinstance(node_id, int) and 0 < node_id < self.next_id:
+            raise NodeError(
+                f"node {node_id} of session '{self.session}' is dead: it was aborted or lost a commit"
+            )
+        raise NodeError(f"session '{self.session}' has no node {node_id!r}")
+
+    def tokens(self, node: Node, begin: int = 0, end: int | None = None) -> array[int]:
+        """Tokens of positions [begin, end) on the path root..node."""
+        need = node.length if end is None else min(end, node.length)
+        parts: list[array[int]] = []
+        current: Node | None = node
+        while current is not None and need > begin:
+            if need > current.alias_len:
+                low = max(begin - current.alias_len, 0)
+                parts.append(current.tokens[low : need - current.alias_len])
+                need = current.alias_len
+            current = current.parent
+        out = array("i")
+        for part in reversed(parts):
+            out.extend(part)
+        return out
+
+    def match(self, child: Node, tokens: array[int]) -> int:
+        """How many of `tokens`, observed after the child's parent, the child holds already.
+
+        A child that forked before its parent grew must also hold what the parent added since.
+        """
+        parent = child.parent
+        assert parent is not None
+        grown = parent.length - child.alias_len
+        if grown and child.tokens[:grown] != self.tokens(parent, child.alias_len):
+            return 0
+        return lcp(child.tokens[grown : grown + len(tokens)], tokens)
+
+    def spine(self, line: int = MAIN_LINE) -> list[Node]:
+        """The committed path root..tip of a line (an attempt's path includes its trunk)."""
+        tip = self.tips[line]
+        return [*reversed(list(tip.ancestors())), tip]
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes.values())
+
+    # ---------------------------------------------------------------- structure
+
+    def open_root(self, tokens: Tokens, now_ms: float) -> Node:
+        """Node 1: committed, on the main line."""
+        node = self._add(None, "root", 0, tokens, NodeMode.COMMIT, now_ms)
+        self.tips[MAIN_LINE] = node
+        return node
+
+    def fork(
+        self, parent: Node, branch: str, tokens: Tokens, now_ms: float, mode: NodeMode = NodeMode.SPEC
+    ) -> Node:
+        """A child that sees the parent's first ``parent.length`` positions; no page is touched.
+
+        Seals the parent's open segment: what the parent writes from now on goes elsewhere, so that
+        the child's view cannot change under it.
+        """
+        node = self._add(parent, branch, parent.length, tokens, mode, now_ms)
+        if parent.segments and parent.segments[-1].end >= parent.length:
+            parent.segments[-1].sealed = True  # rows still pending seal it when they are written
+        node.evicted = parent.evicted
+        node.generation = parent.generation
+        return node
+
+    def extend(self, node: Node, tokens: Tokens) -> None:
+        """Add tokens at the end of a node.  Children keep the view they forked from."""
+        node.tokens.extend(tokens)
+
+    def detach(self, node: Node) -> list[Node]:
+        """Take a subtree out of the tree and mark it Dead; rows are not touched."""
+        gone = list(node.subtree())
+        for dead in gone:
+            dead.mode = NodeMode.DEAD
+            del self.nodes[dead.id]
+            if self.tips.get(dead.line) is dead:
+                self._retreat(dead)
+        if node.parent is not None:
+            node.parent.children.pop(node.id, None)
+        return gone
+
+    def set_mode(self, node: Node, mode: NodeMode) -> None:
+        """Change a node's mode along an allowed edge; anything else is a NodeError."""
+        if node.mode is mode:
+            return
+        if (node.mode, mode) not in _EDGES:
+            raise NodeError(
+                f"node {node.id} cannot go from {node.mode.value} to {mode.value}"
+                + ("; a dead node never revives" if node.mode is NodeMode.DEAD else "")
+            )
+        node.mode = mode
+
+    def start_line(self, node: Node) -> int:
+        """Make a speculative node the committed tip of a line of its own (an attempt)."""
+        self.set_mode(node, NodeMode.COMMIT)
+        node.line = self._next_line
+        self._next_line += 1
+        self.tips[node.line] = node
+        return node.line
+
+    def move_tip(self, line: int, node: Node) -> None:
+        """`node` becomes the tip of `line`; a line of its own that it had ends."""
+        if node.line != line and self.tips.get(node.line) is node:
+            del self.tips[node.line]
+        node.line = line
+        self.tips[line] = node
+
+    def split_line(self, node: Node) -> None:
+        """Give the committed chain that starts at `node` a line of its own, idle until promoted."""
+        old, new = node.line, self._next_line
+        self._next_line += 1
+        last: Node | None = node
+        while last is not None:
+            last.line = new
+            self.set_mode(last, NodeMode.IDLE)
+            self.tips[new] = last
+            last = next((c for c in last.children.values() if c.line == old and committed(c)), None)
+
+    def _retreat(self, node: Node) -> None:
+        """The tip of a line died: the line goes back to its nearest live node, or ends."""
+        line = node.line
+        del self.tips[line]
+        parent = node.parent
+        if parent is not None and parent.line == line and committed(parent):
+            self.tips[line] = parent
+
+    def _add(
+        self,
+        parent: Node | None,
+        branch: str,
+        alias_len: int,
+        tokens: Tokens,
+        mode: NodeMode,
+        now_ms: float,
+    ) -> Node:
+        node = Node(
+            id=self.next_id,
+            parent=parent,
+            branch=branch,
+            alias_len=alias_len,
+            tokens=array("i", tokens),
+            mode=mode,
+            generation=0,
+            created_ms=now_ms,
+            line=parent.line if parent is not None else MAIN_LINE,
+            known=alias_len + len(tokens),
+            used_ms=now_ms,
+        )
+        self.next_id += 1
+        self.nodes[node.id] = node
+        if parent is not None:
+            parent.children[node.id] = node
+        return node
+
+
+def committed(node: Node) -> bool:
+    """True for a node on a committed line, running or idle."""
+    return node.mode is NodeMode.COMMIT or node.mode is NodeMode.IDLE
+
+
+def lcp(a: array[int], b: array[int]) -> int:
+    """Length of the longest common prefix of two token arrays."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return int(np.argmin(np.frombuffer(a, np.int32, n) == np.frombuffer(b, np.int32, n)))

@@ -1,0 +1,260 @@
+"""Values that cross layers: enums, sampling parameters, and the batch a backend executes.
+
+Nothing here holds state.  Tokens are ints, positions count from 0 on every path from the root.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from forkserve.errors import ConfigError
+
+__all__ = [
+    "Batch",
+    "BatchResult",
+    "Constraint",
+    "HitClass",
+    "JobClass",
+    "JoinPolicy",
+    "ModelInfo",
+    "NodeMode",
+    "RowCopy",
+    "SampleSpec",
+    "SamplingParams",
+    "Span",
+    "Tokens",
+    "Work",
+    "WorkKind",
+    "WorkResult",
+    "derive_seed",
+]
+
+Tokens = Sequence[int]
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+
+class NodeMode(Enum):
+    """Life of a node.  Dead never revives; only Commit nodes reach the sampler."""
+
+    SPEC = "spec"
+    COMMIT = "commit"
+    IDLE = "idle"
+    DEAD = "dead"
+
+
+class JoinPolicy(Enum):
+    """How `join` builds its body from the inputs."""
+
+    ALL = "all"
+    FIRST = "first"
+    KOFN = "kofn"
+    CONCAT = "concat"
+    WINNER = "winner"
+    SUMMARY = "summary"
+
+
+class HitClass(Enum):
+    """What a commit found: how much of the observed text had been speculated."""
+
+    KNOWN_SUFFIX = "known_suffix"  # the match ends inside text the harness knew for certain
+    RESIDUAL_PARTIAL = "residual_partial"  # a guess was right up to a point
+    RESIDUAL_FULL = "residual_full"  # a guess covered the whole observation
+    MISS = "miss"  # no child added a token: a new node was made
+
+
+class WorkKind(IntEnum):
+    """Certainty of a piece of speculation.  Known text goes before guesses."""
+
+    KNOWN = 0
+    RESIDUAL = 1
+
+
+class JobClass(IntEnum):
+    """Scheduling class.  The first three are committed work, SPEC takes what they leave."""
+
+    DECODE = 0
+    TAIL = 1
+    ROOT = 2
+    SPEC = 3
+
+
+class Constraint(Protocol):
+    """Restricts sampling: a choice list, a grammar, a schema."""
+
+    def allowed(self, generated: Tokens) -> Sequence[int] | None:
+        """Ids that may follow `generated` (tokens sampled so far); None allows every id.
+
+        An empty sequence means that nothing may follow: generation ends before sampling.
+        Must be a pure function of `generated`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens.  The defaults are greedy.
+
+    temperature: 0 is greedy.  top_k: 0 keeps all ids.  top_p: nucleus mass in (0, 1].
+    min_p: drops ids below ``min_p * p_max``, in [0, 1).  seed: None derives one from the session
+    (`derive_seed`); the draw of token i depends on (seed, position) alone, never on the batch.
+    stop: strings that end the text and are not part of it.  stop_ids: ids that end it.
+    ignore_eos: go on past the model's end token.  logprobs: also return each token's log p.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise ConfigError("stop must be a tuple of strings; write stop=('...',)")
+        for name, ok in (
+            ("temperature", 0.0 <= self.temperature < float("inf")),
+            ("top_k", self.top_k >= 0),
+            ("top_p", 0.0 < self.top_p <= 1.0),
+            ("min_p", 0.0 <= self.min_p < 1.0),
+            ("stop", all(self.stop)),
+        ):
+            if not ok:
+                raise ConfigError(f"SamplingParams.{name}={getattr(self, name)!r} is out of range")
+
+
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """One draw: what to sample after a work's last token.
+
+    seed and position fix the random number.  request and step name the generation and how many
+    tokens it has already produced (a scripted mock replies by them).  allowed: ids permitted by a
+    constraint, or None.
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    request: int
+    step: int
+    allowed: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`length` consecutive KV rows, the first at absolute position `start`.
+
+    Row i of the span (position start + i) is slot ``(offset + i) % P`` of page
+    ``pages[(offset + i) // P]``.  `pages` may be longer than needed and must not be changed while a
+    batch runs.  Two spans of one batch with equal `key` name the same rows from the same start
+    (their lengths may differ): a backend reads them once for all works.
+    """
+
+    key: Hashable
+    pages: Sequence[int]
+    start: int
+    length: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowCopy:
+    """Copy `rows` KV rows of every layer from one page to another (pages may not overlap)."""
+
+    src_page: int
+    src_row: int
+    dst_page: int
+    dst_row: int
+    rows: int
+
+
+@dataclass(slots=True)
+class Work:
+    """One node's share of a forward pass: run `tokens` at positions start, start+1, ...
+
+    context: spans that tile positions [0, start) in order, rows already written.
+    write: where the new rows go (``write.start == start``, ``write.length == len(tokens)``), or
+    None when the rows exist already and only the logits are wanted (the last token replayed).
+    Attention among `tokens` is causal and uses the fresh rows.
+    sample: draw one token after the last position.  logits: also return its logits row;
+    all_logits: return a row for every token.
+    """
+
+    session: str
+    node: int
+    tokens: Tokens
+    start: int
+    context: tuple[Span, ...]
+    write: Span | None
+    sample: SampleSpec | None = None
+    logits: bool = False
+    all_logits: bool = False
+    speculative: bool = False
+
+
+@dataclass(slots=True)
+class Batch:
+    """One forward pass.  Row copies happen first, in order; then all works at once.
+
+    No work reads rows that another work of the same batch writes.
+    """
+
+    works: list[Work] = field(default_factory=list)
+    copies: list[RowCopy] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class WorkResult:
+    """token and logprob if a sample was asked; logits [V], or [n, V] for all_logits."""
+
+    token: int | None = None
+    logprob: float | None = None
+    logits: FloatArray | None = None
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """results[i] belongs to works[i].  elapsed_ms: time of the pass on the backend's clock."""
+
+    results: list[WorkResult]
+    elapsed_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the control plane must know about a model.
+
+    kv_bytes_per_token: bytes of one KV row over all layers.  eos_ids: ids that end a generation.
+    """
+
+    name: str
+    vocab_size: int
+    max_context: int
+    eos_ids: tuple[int, ...]
+    kv_bytes_per_token: int
+    device: str
+    dtype: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def derive_seed(seed: int, *path: int | str) -> int:
+    """The seed of child `path` under `seed`: the first 8 bytes of blake2b over both, as an int.
+
+    The same (seed, path) gives the same child seed in every process; two children differ.
+    """
+    text = "/".join([str(seed), *(repr(p) for p in path)]).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
