@@ -1,0 +1,1 @@
+"""Control plane: what runs when, what is bound, what goes."""

@@ -1,0 +1,277 @@
+"""The engine's state under one lock, and the small operations the verbs are made of."""
+
+from __future__ import annotations
+
+import threading
+from math import inf
+from typing import TYPE_CHECKING
+
+from forkserve.control.fairness import FairMeter
+from forkserve.control.generation import Generation
+from forkserve.control.planner import Planner, PoolView
+from forkserve.control.scheduler import Scheduler
+from forkserve.control.stats import Counters, EngineStats, PrefilledTokens
+from forkserve.control.task import Task
+from forkserve.errors import SessionError
+from forkserve.tree.index import PrefixIndex
+from forkserve.tree.node import MAIN_LINE, Node
+from forkserve.tree.pool import PagePool
+from forkserve.tree.rows import evict, release
+from forkserve.tree.spine import publish
+from forkserve.tree.tree import ContextTree
+from forkserve.types import JobClass, NodeMode, RowCopy
+
+if TYPE_CHECKING:
+    from forkserve.engine.protocol import Backend
+
+__all__ = ["Core"]
+
+
+class Core:
+    """Pool, trees, queues and counters.  Every method expects the lock to be held."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.config = backend.config
+        self.clock = backend.clock
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.pool = PagePool(
+            self.config.capacity_pages,
+            self.config.page_size,
+            shuffle=self.config.seed if self.config.shuffle_pages else None,
+            on_free=backend.discard,
+        )
+        self.index = PrefixIndex(self.pool)
+        self.trees: dict[str, ContextTree] = {}
+        self.meter = FairMeter(self.config)
+        self.scheduler = Scheduler(self.config, self.meter)
+        self.planner = Planner(self.config, backend.predict_ms)
+        self.count = Counters()
+        self.tasks: dict[tuple[str, int], Task] = {}
+        self.parked: list[Task] = []  # committed tasks that wait for pages of older ones
+        self.in_flight: set[str] = set()  # sessions with a work in the running batch
+        self.pending: list[tuple[list[RowCopy], list[int]]] = []  # copies to run, pages pinned
+        self.due_ms = inf  # no armed time to live ends before this
+
+    # ---------------------------------------------------------------- look-up
+
+    def tree(self, session: str) -> ContextTree:
+        """The tree of an open session, or a SessionError."""
+        tree = self.trees.get(session)
+        if tree is None:
+            raise SessionError(f"no open session '{session}': it was never opened, or was closed")
+        return tree
+
+    def pool_view(self) -> PoolView:
+        """The pool as the planner sees it: pages that are merely cached count as free."""
+        reload_ms = self.backend.predict_ms(self.config.page_size, 0)
+        free = self.pool.free_pages + self.pool.index_only
+        return PoolView(free, self.pool.capacity, reload_ms)
+
+    # ---------------------------------------------------------------- tasks
+
+    def submit(self, task: Task) -> None:
+        """Queue a task; raises AdmissionRefused when the queue is full."""
+        task.refresh()
+        self.scheduler.submit(task)
+        self.tasks[task.session, task.node] = task
+        self.changed.notify_all()
+
+    def requeue(self, task: Task) -> None:
+        """Queue a task again after its class changed."""
+        self.scheduler.remove(task)
+        task.refresh()
+        self.scheduler.submit(task)
+
+    def finish(self, task: Task, error: BaseException | None = None) -> None:
+        """Take a task out, with the error that ended it if any."""
+        if task.done:
+            return
+        task.done, task.error = True, error
+        self.scheduler.remove(task)
+        if self.tasks.get((task.session, task.node)) is task:
+            del self.tasks[task.session, task.node]
+        if task.kind is JobClass.SPEC:
+            self.planner.ledger.release(task.session, task.node)
+        handle = task.generation_handle
+        if handle is not None and not handle.done:
+            handle.end("error" if error else "cancelled", error)
+        for parked in self.parked:
+            parked.held = False
+        self.parked.clear()
+        self.changed.notify_all()
+
+    def ensure(self, tree: ContextTree, node: Node, handle: Generation | None = None) -> Task:
+        """The committed task that completes a node's rows, with `handle` attached."""
+        task = self.tasks.get((tree.session, node.id))
+        if task is not None and task.kind is JobClass.SPEC:
+            self.finish(task)
+            task = None
+        if task is None:
+            task = self.new_task(tree, node, JobClass.TAIL if node.parent else JobClass.ROOT)
+            task.generation_handle = handle
+            self.submit(task)
+        elif handle is not None:
+            task.generation_handle = handle
+            task.held, task.wake_ms = False, 0.0
+            self.requeue(task)
+            self.changed.notify_all()
+        return task
+
+    def new_task(self, tree: ContextTree, node: Node, kind: JobClass) -> Task:
+        """A task of this moment, not queued yet."""
+        return Task(
+            session=tree.session,
+            node=node.id,
+            tenant=tree.tenant,
+            kind=kind,
+            remaining=1,
+            parent=node.parent.id if node.parent is not None else None,
+            generation=node.parent.generation if node.parent is not None else 0,
+            submitted_ms=self.clock.now_ms(),
+            chunk=self.config.c_spec,
+            tree=tree,
+            target=node,
+        )
+
+    # ---------------------------------------------------------------- nodes
+
+    def abort(self, tree: ContextTree, node: Node, *, lazy: bool) -> int:
+        """Kill a subtree; returns the pages that became free (0 when lazy)."""
+        gone = tree.detach(node)
+        for dead in gone:
+            self.forget(tree, dead)
+            self.count.aborts += 1
+            self.count.wasted += dead.speculated
+        if lazy:
+            tree.dead.extend(reversed(gone))
+            return 0
+        return sum(release(tree, dead) for dead in reversed(gone))
+
+    def forget(self, tree: ContextTree, node: Node) -> None:
+        """Drop what the queues and timers know about a node."""
+        task = self.tasks.get((tree.session, node.id))
+        if task is not None:
+            self.finish(task)
+
+    def drain(self) -> int:
+        """Give back the pages of lazily aborted branches; returns how many became free."""
+        freed = 0
+        for tree in self.trees.values():
+            for node in tree.dead:
+                freed += release(tree, node)
+            tree.dead.clear()
+        return freed
+
+    def drop_rows(self, tree: ContextTree, node: Node) -> None:
+        """Evict a node's KV; its tokens stay."""
+        self.before_eviction(tree, node)
+        evict(tree, node)
+
+    def before_eviction(self, tree: ContextTree, node: Node) -> None:
+        """Book-keeping for a node whose rows are about to go."""
+        if node.segments:
+            self.count.evicted_nodes += 1
+        self.count.wasted += node.speculated
+        node.speculated = 0
+        task = self.tasks.get((tree.session, node.id))
+        if task is not None and task.kind is JobClass.SPEC:
+            self.count.refusals["pages"] += 1
+            self.finish(task)
+
+    def publish(self, tree: ContextTree, node: Node) -> None:
+        """Enter what is new and full on the committed main line into the prefix index."""
+        fresh = node.kv_end // self.config.page_size > node.published
+        if fresh and node.line == MAIN_LINE and node.mode is NodeMode.COMMIT:
+            if self.config.prefix_index:
+                publish(tree, self.index, node)
+
+    def copy_later(self, copies: list[RowCopy]) -> None:
+        """Run copies at the start of the next batch; their source pages are pinned until then."""
+        pages = sorted({copy.src_page for copy in copies})
+        self.pool.pin(pages)
+        self.pending.append((copies, pages))
+        self.count.copied_rows += sum(copy.rows for copy in copies)
+
+    # ---------------------------------------------------------------- time to live
+
+    def arm(self, node: Node, deadline_ms: float) -> None:
+        """Drop the node's KV at `deadline_ms` unless it is committed or armed again before."""
+        node.ttl_deadline_ms = deadline_ms
+        self.due_ms = min(self.due_ms, deadline_ms)
+
+    def expire(self, now_ms: float) -> int:
+        """Drop the KV of residuals whose time is over, leaves first; returns how many nodes."""
+        if now_ms < self.due_ms:
+            return 0
+        expired, self.due_ms = 0, inf
+        for tree in self.trees.values():
+            for node in sorted(tree, key=lambda n: -n.id):  # a child's id is above its parent's
+                due = node.ttl_deadline_ms
+                if due is None or node.mode is NodeMode.COMMIT:
+                    continue
+                if due <= now_ms and all(child.evicted for child in node.children.values()):
+                    node.ttl_deadline_ms = None
+                    self.drop_rows(tree, node)
+                    expired += 1
+                else:
+                    self.due_ms = min(self.due_ms, max(due, now_ms + 1.0))
+        self.count.expired_nodes += expired
+        return expired
+
+    # ---------------------------------------------------------------- numbers
+
+    def stats(self) -> EngineStats:
+        """A snapshot of pages, rows and counters."""
+        pool, count = self.pool, self.count
+        speculative = {
+            page
+            for tree in self.trees.values()
+            for node in tree
+            if node.mode is NodeMode.SPEC
+            for segment in node.segments
+            for page in segment.pages
+        }
+        return EngineStats(
+            live_pages=pool.live_pages,
+            shared_pages=sum(refs > 1 for refs in pool.refs),
+            speculative_pages=len(speculative),
+            index_pages=pool.index_only,
+            free_pages=pool.free_pages,
+            capacity_pages=pool.capacity,
+            live_rows=sum(pool.valid),
+            sessions=len(self.trees),
+            nodes=sum(len(tree.nodes) for tree in self.trees.values()),
+            queued=len(self.scheduler),
+            prefilled_tokens=PrefilledTokens(count.committed, count.speculative, count.wasted),
+            cached_tokens=count.cached_tokens,
+            forks=count.forks,
+            speculates=count.speculates,
+            commits=count.commits,
+            joins=count.joins,
+            aborts=count.aborts,
+            hits={hit.value: n for hit, n in count.hits.items()},
+            refusals=dict(count.refusals),
+            decode_steps=count.decode_steps,
+            forward_passes=count.forward_passes,
+            copied_rows=count.copied_rows,
+            evicted_nodes=count.evicted_nodes,
+            preemptions=count.preemptions,
+            expired_nodes=count.expired_nodes,
+            tbt_misses=count.tbt_misses,
+        )
+
+    def close_tree(self, tree: ContextTree) -> None:
+        """Release everything a session holds."""
+        for node in list(tree):
+            self.forget(tree, node)
+        for node in [*tree, *tree.dead]:
+            release(tree, node)
+            node.mode = NodeMode.DEAD
+        tree.nodes.clear()
+        tree.dead.clear()
+        del self.trees[tree.session]
+        self.planner.ledger.release_session(tree.session)
+        if not any(other.tenant == tree.tenant for other in self.trees.values()):
+            self.meter.close(tree.tenant)

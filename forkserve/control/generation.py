@@ -1,0 +1,134 @@
+"""One running generation: what it was asked, what it has produced, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeVar
+
+from forkserve.control.text import TextStream
+from forkserve.types import SamplingParams
+
+__all__ = ["FinishReason", "Generation"]
+
+T = TypeVar("T")
+
+FinishReason = Literal["length", "eos", "stop", "context", "constraint", "cancelled", "error"]
+
+
+class Generation:
+    """Handle of a generation; `Engine.start` returns it.
+
+    tokens: everything sampled, the end token included; they are in the tree as well.
+    text: the decoded tokens without special ones, up to a stop string.
+    finish_reason: None while it runs.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        session: str,
+        node: int,
+        limit: int,
+        params: SamplingParams,
+        seed: int,
+        decode_bytes: Callable[[Sequence[int]], bytes],
+        run_until: Callable[[Callable[[], bool]], None],
+        cancel: Callable[[Generation], None],
+    ) -> None:
+        self.number = number
+        self.session = session
+        self.node = node
+        self.limit = limit
+        self.params = params
+        self.seed = seed
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: FinishReason | None = None
+        self.error: BaseException | None = None
+        self.started_ms = 0.0
+        self.first_token_ms: float | None = None  # time on the engine's clock
+        self.allowed: Sequence[int] | None = None  # ids the constraint permits next
+        self._pieces: list[str] = []
+        self._stream = TextStream(decode_bytes, params.stop)
+        self._run_until = run_until
+        self._cancel = cancel
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def text(self) -> str:
+        return self._stream.text
+
+    def result(self) -> list[int]:
+        """Wait for the end and return the tokens; raises what stopped the generation early."""
+        self._run_until(lambda: self.done)
+        if self.error is not None:
+            raise self.error
+        return self.tokens
+
+    def __iter__(self) -> Iterator[int]:
+        """Tokens as they come.  Leaving the loop early cancels the rest."""
+        return self._follow(self.tokens)
+
+    def pieces(self) -> Iterator[str]:
+        """Text as it comes, in whole characters; the pieces concatenate to `text`."""
+        return self._follow(self._pieces)
+
+    def _follow(self, growing: list[T]) -> Iterator[T]:
+        seen = 0
+        try:
+            while True:
+                self._run_until(lambda: self.done or len(growing) > seen)
+                while seen < len(growing):
+                    seen += 1
+                    yield growing[seen - 1]
+                if self.done:
+                    break
+        finally:
+            self.cancel()
+        if self.error is not None:
+            raise self.error
+
+    def cancel(self) -> None:
+        """End it now; the tokens so far stay.  A no-op once it is done."""
+        if not self.done:
+            self._cancel(self)
+
+    # ---------------------------------------------------------------- for the engine loop
+
+    def push(self, token: int, logprob: float | None, eos_ids: Sequence[int]) -> None:
+        """Take one sampled token and decide whether it was the last."""
+        params = self.params
+        self.tokens.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        if token in params.stop_ids or (token in eos_ids and not params.ignore_eos):
+            return self.end("eos")
+        self._say(self._stream.push((token,)))
+        if self._stream.stopped is not None:
+            self.end("stop")
+        elif len(self.tokens) >= self.limit:
+            self.end("length")
+        else:
+            self.narrow()
+
+    def narrow(self) -> None:
+        """Ask the constraint what may come next; nothing ends the generation."""
+        if self.params.constraint is not None:
+            self.allowed = self.params.constraint.allowed(self.tokens)
+            if self.allowed is not None and len(self.allowed) == 0:
+                self.end("constraint")
+
+    def end(self, reason: FinishReason, error: BaseException | None = None) -> None:
+        """Close the generation; later calls change nothing."""
+        if self.done:
+            return
+        self._say(self._stream.finish())
+        self.error = error
+        self.finish_reason = reason
+
+    def _say(self, piece: str) -> None:
+        if piece:
+            self._pieces.append(piece)

@@ -1,0 +1,103 @@
+"""Committed lines: attempts that run beside the main line, promotion, and abort.
+
+A tree has one main line.  An *attempt* is a branch that the program runs for real: it is the tip of
+a committed line of its own, so it may be generated on and committed to, and a commit on the main
+line that observes its text adopts it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forkserve.control.core import Core
+from forkserve.errors import NodeError
+from forkserve.tree.node import MAIN_LINE, Node
+from forkserve.tree.tree import ContextTree, committed
+from forkserve.types import JobClass, NodeMode
+
+__all__ = ["abort", "attempt", "promote", "require_tip", "settle_speculation"]
+
+
+def require_tip(tree: ContextTree, node: Node, doing: str) -> None:
+    """Raise NodeError unless `node` is the committed tip of its line."""
+    if node.mode is NodeMode.SPEC:
+        raise NodeError(
+            f"cannot {doing} node {node.id}: it is speculative; commit it, or make it an attempt"
+        )
+    tip = tree.tips.get(node.line)
+    if tip is not node:
+        where = f"; the tip of its line is node {tip.id}" if tip is not None else ""
+        raise NodeError(
+            f"cannot {doing} node {node.id}: it is not the tip of its line{where}; "
+            "fork it to go another way"
+        )
+
+
+def require_known(node: Node) -> None:
+    """Raise NodeError if the node ends in text that nobody has observed."""
+    if node.known != node.length:
+        raise NodeError(
+            f"the last {node.length - node.known} tokens of node {node.id} are a guess; "
+            "commit what was really observed"
+        )
+
+
+def attempt(core: Core, tree: ContextTree, node: Node) -> None:
+    """Give a speculative node a committed line of its own.  A committed one stays as it is."""
+    if committed(node):
+        return
+    if node.parent is not None and not committed(node.parent):
+        raise NodeError(
+            f"node {node.id} hangs under the speculative node {node.parent.id}; "
+            "make that an attempt first"
+        )
+    require_known(node)
+    settle_speculation(core, tree, [node])
+    tree.start_line(node)
+
+
+def promote(core: Core, tree: ContextTree, node: Node) -> None:
+    """Make a live node the tip of the main line; what the main line had instead goes idle."""
+    path = [node]
+    while path[-1].line != MAIN_LINE or not committed(path[-1]):
+        above = path[-1].parent
+        assert above is not None, "the root is on the main line"
+        path.append(above)
+    fresh, base = path[:-1], path[-1]
+    for member in fresh:
+        require_known(member)
+    for child in list(base.children.values()):
+        if child.line == MAIN_LINE and committed(child):
+            tree.split_line(child)
+    settle_speculation(core, tree, fresh)
+    for member in [base, *reversed(fresh)]:
+        tree.set_mode(member, NodeMode.COMMIT)
+        tree.move_tip(MAIN_LINE, member)
+        member.ttl_deadline_ms = None
+    core.publish(tree, tree.tip)
+
+
+def settle_speculation(core: Core, tree: ContextTree, nodes: Sequence[Node]) -> None:
+    """These nodes stop being guesses: end their speculative tasks and bill their rows in full."""
+    for node in nodes:
+        task = core.tasks.get((tree.session, node.id))
+        if task is not None and task.kind is JobClass.SPEC:
+            core.finish(task)
+        core.meter.commit_speculative(tree.tenant, node.speculated)
+        node.speculated = 0
+        node.ttl_deadline_ms = None
+
+
+def abort(core: Core, tree: ContextTree, node: Node, *, lazy: bool, cascade: bool) -> int:
+    """Drop a subtree, and with `cascade` the speculative ancestors that it leaves childless."""
+    if any(n.line == MAIN_LINE and committed(n) for n in node.subtree()):
+        raise NodeError(
+            f"node {node.id} carries the committed main line; promote another node, or close the "
+            "session"
+        )
+    above = node.parent
+    freed = core.abort(tree, node, lazy=lazy)
+    while cascade and above is not None and above.mode is NodeMode.SPEC and not above.children:
+        above, orphan = above.parent, above
+        freed += core.abort(tree, orphan, lazy=lazy)
+    return freed

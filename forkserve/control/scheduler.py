@@ -1,0 +1,393 @@
+"""What runs in the next tick: committed work first, speculation in what it leaves.
+
+Committed: every generation gets one token, then commit tails, then root prefills.  Each is sure of
+its rate, B^c = min(B_t, sum max(s_r * delta, 1)) in all, and what is left of the token budget goes
+to committed prefill in order before speculation sees any of it.  Speculative chunks run only in a
+tick that finishes all committed prefill, within the token budget and the predicted step time, so a
+commit that arrives waits for one chunk at most.
+
+Everything is keyed by (session, node): node ids restart in every session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import ceil, inf
+
+from forkserve.config import ForkServeConfig
+from forkserve.control.fairness import FairMeter
+from forkserve.errors import AdmissionRefused, ConfigError
+from forkserve.types import JobClass, WorkKind
+
+__all__ = ["Job", "Scheduler", "TickPlan"]
+
+PredictMs = Callable[[int, int], float]
+
+_PREFILL = (JobClass.TAIL, JobClass.ROOT)  # of committed work
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """Tokens to run at a node, in order.  `ran` moves `remaining`, `attained` and `context` on.
+
+    The owner may recount `remaining` and turn one committed class into another while the job is
+    queued (a tail whose rows are complete becomes a generation), but never SPEC.
+
+    remaining: tokens left; of a DECODE, tokens still to generate.  parent, generation: for SPEC,
+    the node whose commit makes it stale, and that node's generation when it was admitted.
+    gain, cost: G and C in ms.  chunk: tokens of one speculative chunk, at most.  deadline_ms: when
+    a SPEC job is of no use any more.  attained: tokens served.  held: in flight or waiting for
+    pages, skip it.  context: rows before the next token.  work: certainty of a SPEC job.
+    """
+
+    session: str
+    node: int
+    tenant: str
+    kind: JobClass
+    remaining: int
+    submitted_ms: float
+    parent: int | None = None
+    generation: int = 0
+    gain: float = 0.0
+    cost: float = 0.0
+    chunk: int = 0
+    deadline_ms: float | None = None
+    attained: float = 0.0
+    held: bool = False
+    context: int = 0
+    work: WorkKind = WorkKind.KNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class TickPlan:
+    """Grants of one tick, in order, at most one per node.
+
+    saturated: there was no room for speculation, whether or not any was queued.
+    dropped: SPEC jobs that left the queue while planning, with the reason.
+    """
+
+    items: list[tuple[Job, int]]
+    committed_tokens: int
+    speculative_tokens: int
+    saturated: bool
+    dropped: list[tuple[Job, str]]
+
+
+@dataclass(slots=True)
+class _Program:
+    """A session's current stretch of committed work.
+
+    arrived_ms: when it began.  service: ticks of service since then.  jobs: committed jobs queued.
+    """
+
+    arrived_ms: float
+    service: float = 0.0
+    jobs: int = 0
+
+
+class Scheduler:
+    """Two-class continuous batching.  Not thread-safe: the engine loop owns it."""
+
+    def __init__(self, config: ForkServeConfig, meter: FairMeter) -> None:
+        self.config = config
+        self.meter = meter
+        self._order: dict[Job, int] = {}  # every queued job, and its place in line
+        self._placed = 0
+        self._spec: set[Job] = set()  # those that came as speculation
+        self._nodes: dict[str, dict[int, list[Job]]] = {}  # session -> node -> jobs in line
+        self._programs: dict[str, _Program] = {}
+        self._decoded_ms: dict[str, float] = {}  # session -> time of its last token
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, job: Job) -> bool:
+        return job in self._order
+
+    @property
+    def decoding(self) -> bool:
+        """A generation is queued or running."""
+        return any(job.kind is JobClass.DECODE for job in self._order)
+
+    def jobs(self, kind: JobClass | None = None) -> list[Job]:
+        """Queued jobs in order of arrival, of one class or of all."""
+        return [job for job in self._order if kind is None or job.kind is kind]
+
+    def decode_share(self, now_ms: float, session: str) -> float:
+        """Chance that a session other than this one decodes soon, in [0, 1].
+
+        1 if one has just produced a token; falls to 0 in a line over `aging_ms`.
+        """
+        horizon = self.config.aging_ms
+        for name in [s for s, t in self._decoded_ms.items() if now_ms - t >= horizon]:
+            del self._decoded_ms[name]
+        last = max((t for s, t in self._decoded_ms.items() if s != session), default=-inf)
+        return max(0.0, min(1.0, 1.0 - (now_ms - last) / horizon))
+
+    # -- the queue -------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """Queue a job.  Raises AdmissionRefused("queue_full").
+
+        Both classes have `max_queue` places, and speculation gets none while the two together use
+        as many: a queue full of speculation never turns committed work away.
+        """
+        spec = job.kind is JobClass.SPEC
+        if job.remaining < 1 or (spec and job.chunk < 1) or job in self._order:
+            raise ConfigError(
+                f"job at node {job.node} of session {job.session!r} with {job.remaining} tokens in "
+                f"chunks of {job.chunk} is empty or already queued"
+            )
+        waiting = len(self) if spec else len(self) - len(self._spec)
+        if waiting >= self.config.max_queue:
+            raise AdmissionRefused(
+                "queue_full",
+                f"{waiting} jobs wait already; finish or cancel some, or raise max_queue",
+            )
+        self._placed += 1
+        self._order[job] = self._placed
+        self._nodes.setdefault(job.session, {}).setdefault(job.node, []).append(job)
+        if spec:
+            self._spec.add(job)
+        else:
+            self.meter.arrive(job.tenant)
+            program = self._programs.setdefault(job.session, _Program(job.submitted_ms))
+            program.jobs += 1
+
+    def remove(self, job: Job) -> bool:
+        """Take a job out; False if it was not queued (any more)."""
+        if self._order.pop(job, None) is None:
+            return False
+        nodes = self._nodes[job.session]
+        nodes[job.node].remove(job)
+        if not nodes[job.node]:
+            del nodes[job.node]
+            if not nodes:
+                del self._nodes[job.session]
+        if job in self._spec:
+            self._spec.remove(job)
+        else:
+            self.meter.leave(job.tenant)
+            program = self._programs[job.session]
+            program.jobs -= 1
+            if not program.jobs:
+                del self._programs[job.session]
+        return True
+
+    def cancel_node(self, session: str, node: int) -> list[Job]:
+        """Take out every job of a node."""
+        return self._cancel(list(self._nodes.get(session, {}).get(node, ())))
+
+    def cancel_session(self, session: str) -> list[Job]:
+        """Take out every job of a session, and forget it."""
+        self._decoded_ms.pop(session, None)
+        return self._cancel(list(self._of_session(session)))
+
+    def invalidate(self, session: str, parent: int, generation: int) -> list[Job]:
+        """Take out speculation under `parent` that was admitted for another generation of it."""
+        stale = [
+            job
+            for job in self._of_session(session)
+            if job in self._spec and job.parent == parent and job.generation != generation
+        ]
+        return self._cancel(stale)
+
+    def ran(self, job: Job, tokens: int, now_ms: float) -> None:
+        """`tokens` of a job were executed: bill them, advance it, let it leave when it is done.
+
+        Call it before `remaining` is recounted or the class changed.
+        A job that was cancelled while it ran is billed all the same.
+        """
+        if not 0 <= tokens <= job.remaining:
+            raise ConfigError(f"a job with {job.remaining} tokens left cannot have run {tokens}")
+        self.meter.serve(job.tenant, job.kind, tokens)
+        job.remaining -= tokens
+        job.attained += tokens
+        job.context += tokens
+        if job not in self._order:
+            return
+        if job.kind is JobClass.DECODE:
+            self._decoded_ms[job.session] = now_ms
+        if job not in self._spec:
+            most = 1 if job.kind is JobClass.DECODE else self.config.prefill_chunk
+            self._programs[job.session].service += tokens / most
+        if not job.remaining:
+            self.remove(job)
+
+    # -- a tick ----------------------------------------------------------------------------
+
+    def plan(self, now_ms: float, predict_ms: PredictMs) -> TickPlan:
+        """Grants of the next tick.  Drops SPEC jobs whose deadline has passed, changes no other.
+
+        predict_ms(tokens, context): predicted ms of a step of `tokens` rows whose mean context
+        (weighted by rows) is `context` rows.
+        """
+        self.meter.tick()
+        late = [
+            job
+            for job in self._order
+            if job in self._spec
+            and job.deadline_ms is not None
+            and now_ms >= job.deadline_ms
+            and not job.held
+        ]
+        dropped = [(job, "deadline") for job in self._cancel(late)]
+        committed, spec = self._ready()
+        grants, budget = self._committed_grants(committed, now_ms)
+        tick = _Tick(predict_ms, list(grants.items()))
+        works = self.config.max_batch_works - len(grants)
+        unfinished = any(
+            job.remaining > grants.get(job, 0) for job in self._order if job.kind in _PREFILL
+        )
+        committed_tokens = tick.tokens
+        saturated = unfinished or not self._speculate(spec, tick, budget, works)
+        return TickPlan(
+            tick.items, committed_tokens, tick.tokens - committed_tokens, saturated, dropped
+        )
+
+    def _ready(self) -> tuple[list[Job], list[Job]]:
+        """Committed and speculative jobs that may run now: at most one per node, the first in line.
+
+        A job waits for the prefill of its own node and of its parent, whose rows it reads (of
+        further ancestors too, if each one between has a job).
+        Committed work never waits for speculation: whoever commits a node cancels or takes over
+        the speculation that is queued there.
+        """
+        committed: list[Job] = []
+        spec: list[Job] = []
+        for nodes in self._nodes.values():
+            for queue in nodes.values():
+                job = min(queue, key=_is_spec)  # the first committed one, else the first
+                above = nodes.get(job.parent, ()) if job.parent is not None else ()
+                if job.kind is JobClass.SPEC:
+                    if not job.held and all(j.kind is JobClass.DECODE for j in above):
+                        spec.append(job)
+                elif not job.held and not any(j.kind in _PREFILL for j in above):
+                    committed.append(job)
+        return committed, spec
+
+    def _committed_grants(self, jobs: list[Job], now_ms: float) -> tuple[dict[Job, int], int]:
+        """Tokens per committed job, and what is left of the budget.
+
+        By class, then the tenant with the least service, then program-FCFS: a program's place in
+        line falls back by `aging_ms` with each tick of service it gets, so the one behind it
+        overtakes after a bounded number of them.  A root that has waited `aging_ms` counts as a
+        tail, or a stream of tails could keep it waiting for ever.
+        """
+        config = self.config
+        counters = {tenant: self.meter.counter(tenant) for tenant in {j.tenant for j in jobs}}
+
+        def place(job: Job) -> tuple[int, float, float, float, int]:
+            program = self._programs[job.session]
+            due_ms = program.arrived_ms + config.aging_ms * program.service
+            kind = job.kind
+            if kind is JobClass.ROOT and now_ms - job.submitted_ms >= config.aging_ms:
+                kind = JobClass.TAIL
+            return kind, counters[job.tenant], due_ms, job.attained, self._order[job]
+
+        jobs = sorted(jobs, key=place)[: config.max_batch_works]
+        budget = config.max_batch_tokens
+        grants: dict[Job, int] = {}
+        for job in jobs:
+            sure = min(self._rate_tokens(job), job.remaining, budget)
+            if sure:
+                grants[job] = sure
+                budget -= sure
+        for job in jobs:
+            if budget and job.kind is not JobClass.DECODE:
+                more = min(job.remaining, config.prefill_chunk) - grants[job]
+                more = max(0, min(more, budget))
+                grants[job] += more
+                budget -= more
+        return grants, budget
+
+    def _rate_tokens(self, job: Job) -> int:
+        """Tokens per tick that keep a job within its SLO, at least 1 [max(s_r * delta, 1)].
+
+        s_r of a generation is one token per TBT SLO, but a pass gives it exactly one; of a prefill,
+        what is left per TTFT SLO.
+        """
+        if job.kind is JobClass.DECODE:
+            return 1
+        config = self.config
+        rate = ceil(job.remaining * config.tick_ms / config.ttft_slo_ms)
+        return max(1, min(rate, config.prefill_chunk))
+
+    def _speculate(self, jobs: list[Job], tick: _Tick, budget: int, works: int) -> bool:
+        """Add speculative chunks to the tick; False if there was no room for any."""
+        config = self.config
+        limit = config.gamma_ms if self.decoding else config.ttft_slo_ms / 2
+        alone = not tick.items and not self.decoding
+        if budget < 1 or works < 1 or (tick.tokens and tick.ms() >= limit):
+            return False
+        counters = {tenant: self.meter.counter(tenant) for tenant in {j.tenant for j in jobs}}
+
+        def place(job: Job) -> tuple[float, int, float, int]:
+            density = job.gain / job.cost if job.cost > 0 else inf
+            return counters[job.tenant], job.work, -density, self._order[job]
+
+        before = len(tick.items)
+        for job in sorted(jobs, key=place):
+            if budget < 1 or works < 1:
+                break
+            want = min(job.chunk, job.remaining, budget)
+            fit = self._fit(job, want, tick, limit)
+            if not fit and alone and len(tick.items) == before:
+                # A machine too slow for the SLO must still get on when nothing else is to do.
+                fit = min(config.page_size, want)
+            if fit:
+                tick.add(job, fit)
+                budget -= fit
+                works -= 1
+            if fit < want:
+                break  # the step is full: the next in line must not jump the queue
+        return len(tick.items) > before or not jobs
+
+    def _fit(self, job: Job, want: int, tick: _Tick, limit: float) -> int:
+        """Tokens of a chunk that keep the step within `limit` ms: all, or whole pages."""
+        if tick.ms(job, want) <= limit:
+            return want
+        size = self.config.page_size
+        low, high = 0, (want - 1) // size
+        while low < high:
+            pages = (low + high + 1) // 2
+            if tick.ms(job, pages * size) <= limit:
+                low = pages
+            else:
+                high = pages - 1
+        return low * size
+
+    def _of_session(self, session: str) -> Iterator[Job]:
+        for queue in self._nodes.get(session, {}).values():
+            yield from queue
+
+    def _cancel(self, jobs: list[Job]) -> list[Job]:
+        for job in jobs:
+            self.remove(job)
+        return jobs
+
+
+class _Tick:
+    """A step being put together: its items, tokens and mean context."""
+
+    def __init__(self, predict_ms: PredictMs, items: list[tuple[Job, int]]) -> None:
+        self._predict_ms = predict_ms
+        self.items = items
+        self.tokens = sum(tokens for _, tokens in items)
+        self._rows = sum(tokens * job.context for job, tokens in items)  # sum of contexts
+
+    def ms(self, job: Job | None = None, tokens: int = 0) -> float:
+        """Predicted ms of the step, with `tokens` of one more job."""
+        total = self.tokens + tokens
+        rows = self._rows + (tokens * job.context if job else 0)
+        return self._predict_ms(total, rows // total)
+
+    def add(self, job: Job, tokens: int) -> None:
+        self.items.append((job, tokens))
+        self.tokens += tokens
+        self._rows += tokens * job.context
+
+
+def _is_spec(job: Job) -> bool:
+    return job.kind is JobClass.SPEC

@@ -1,0 +1,170 @@
+"""From a request to speculate to queued work: candidates, the planner's answer, tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from forkserve.control.candidates import Candidate
+from forkserve.control.core import Core
+from forkserve.control.planner import Admission, Load, Plan, Refusal
+from forkserve.control.retention import ttl_s
+from forkserve.errors import ConfigError, NodeError
+from forkserve.tree.node import Node
+from forkserve.tree.rows import missing
+from forkserve.tree.tree import ContextTree
+from forkserve.types import JobClass, NodeMode
+
+__all__ = ["Request", "Speculation", "speculate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One branch to speculate on: see `Engine.speculate`."""
+
+    node: Node
+    priority: float
+    guess: Sequence[int] = ()
+    q: float = 0.0
+    schema_stable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What the planner made of one request: tokens admitted, and every refusal with its reason."""
+
+    node: int
+    tokens: int
+    refused: tuple[Refusal, ...] = field(default=())
+
+    def __bool__(self) -> bool:
+        return self.tokens > 0
+
+
+def speculate(
+    core: Core, tree: ContextTree, requests: Sequence[Request], t_idle_ms: float
+) -> dict[int, Speculation]:
+    """Plan several branches under one budget and queue what was admitted.
+
+    A planner that fails refuses everything: speculation is optional, and nobody waits for it.
+    """
+    candidates = [_candidate(core, tree, request, t_idle_ms) for request in requests]
+    guesses = {request.node.id: request.guess for request in requests}
+    core.count.speculates += len(requests)
+    plan = core.planner.plan(
+        candidates, core.pool_view(), speculating=_speculating(core, tree, guesses), load=_load(core, tree)
+    )
+    admitted: dict[int, list[Admission]] = {}
+    for admission in plan.admitted:
+        admitted.setdefault(admission.candidate.node, []).append(admission)
+    for node, parts in admitted.items():
+        _queue(core, tree, tree.get(node), parts, guesses[node], t_idle_ms)
+    return _answers(core, plan, admitted, guesses)
+
+
+def _answers(
+    core: Core, plan: Plan, admitted: Mapping[int, Sequence[Admission]], nodes: Mapping[int, object]
+) -> dict[int, Speculation]:
+    refused: dict[int, list[Refusal]] = {}
+    for refusal in plan.refused:
+        core.count.refusals[refusal.reason] += 1
+        refused.setdefault(refusal.candidate.node, []).append(refusal)
+    return {
+        node: Speculation(
+            node, sum(a.tokens for a in admitted.get(node, ())), tuple(refused.get(node, ()))
+        )
+        for node in nodes
+    }
+
+
+def _candidate(
+    core: Core, tree: ContextTree, request: Request, t_idle_ms: float
+) -> Candidate:
+    node = request.node
+    if node.mode is not NodeMode.SPEC:
+        raise NodeError(f"node {node.id} is {node.mode.value}: only a speculative fork is speculated")
+    if not 0 <= request.priority <= 1 or not 0 <= request.q <= 1:
+        raise ConfigError(f"priority={request.priority} and q={request.q} must lie in [0, 1]")
+    if not t_idle_ms >= 0:
+        raise ConfigError(f"t_idle_ms={t_idle_ms} must be >= 0")
+    if request.guess and node.known != node.length:
+        raise NodeError(f"node {node.id} ends in a guess already")
+    parts = missing(node, node.length)
+    begin = parts[0][1] if parts else node.length
+    assert node.parent is not None
+    return Candidate(
+        session=tree.session,
+        node=node.id,
+        parent=node.parent.id,
+        branch=node.branch,
+        generation=node.parent.generation,
+        tenant=tree.tenant,
+        known=max(node.known - begin, 0),
+        guess=node.length - max(node.known, begin) + len(request.guess),
+        p=request.priority,
+        q=request.q,
+        schema_stable=request.schema_stable,
+        t_idle_ms=t_idle_ms,
+        context=begin,
+    )
+
+
+def _speculating(
+    core: Core, tree: ContextTree, nodes: Mapping[int, object]
+) -> dict[tuple[str, int], int]:
+    """Children that have speculative rows or work already, per parent, other than `nodes`."""
+    busy: dict[tuple[str, int], int] = {}
+    parents = {id(p): p for n in nodes if (p := tree.get(n).parent) is not None}
+    for parent in parents.values():
+        busy[tree.session, parent.id] = sum(
+            child.mode is NodeMode.SPEC
+            and child.id not in nodes
+            and (child.speculated > 0 or (tree.session, child.id) in core.tasks)
+            for child in parent.children.values()
+        )
+    return busy
+
+
+def _load(core: Core, tree: ContextTree) -> Load:
+    now = core.clock.now_ms()
+    backlog = sum(
+        core.backend.predict_ms(job.remaining, job.context)
+        for job in core.scheduler.jobs(JobClass.SPEC)
+    )
+    return Load(
+        decoding=core.scheduler.decoding,
+        decode_share=core.scheduler.decode_share(now, tree.session),
+        backlog_ms=backlog,
+        tbt_factor={tree.tenant: core.meter.tbt_factor(tree.tenant, now)},
+    )
+
+
+def _queue(
+    core: Core,
+    tree: ContextTree,
+    node: Node,
+    parts: Sequence[Admission],
+    guess: Sequence[int],
+    t_idle_ms: float,
+) -> None:
+    """Make one task of what was admitted for a node: the known part, then the guess."""
+    now = core.clock.now_ms()
+    candidate = parts[0].candidate
+    tokens = sum(part.tokens for part in parts)
+    if guess and tokens > candidate.known:
+        tree.extend(node, guess)
+    previous = core.tasks.get((tree.session, node.id))
+    if previous is not None:
+        core.finish(previous)
+        for part in parts:  # finishing gave the node's pages back, the new promise included
+            core.planner.ledger.reserve(tree.session, node.id, part.pages)
+    task = core.new_task(tree, node, JobClass.SPEC)
+    task.upto = candidate.context + tokens
+    task.gain = sum(part.gain_ms for part in parts)
+    task.cost = sum(part.cost_ms for part in parts)
+    task.chunk = min(part.chunk for part in parts)
+    task.deadline_ms = now + t_idle_ms
+    task.work = parts[0].kind
+    core.submit(task)
+    life = ttl_s(t_idle_ms / 1e3, 0.0, 0.0, 1.0, sum(p.pages for p in parts), core.config)
+    core.arm(node, now + max(t_idle_ms, life * 1e3))

@@ -1,0 +1,55 @@
+"""A job of the scheduler with what the engine needs to run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forkserve.control.generation import Generation
+from forkserve.control.scheduler import Job
+from forkserve.tree.node import Node
+from forkserve.tree.rows import missing
+from forkserve.tree.tree import ContextTree
+from forkserve.types import JobClass
+
+__all__ = ["Task"]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Task(Job):
+    """Complete the rows of `target` up to `upto`, then decode for `generation` if there is one.
+
+    upto: None follows the end of the target, as for committed work.
+    wake_ms: not before this time (a commit gives the generation that follows it a moment to share
+    its pass); the loop clears `held` then.
+    """
+
+    tree: ContextTree
+    target: Node
+    upto: int | None = None
+    generation_handle: Generation | None = None
+    wake_ms: float = 0.0
+    error: BaseException | None = None
+    done: bool = False
+
+    def end(self) -> int:
+        """Position its rows must reach."""
+        length = self.target.length
+        return length if self.upto is None else min(self.upto, length)
+
+    def outstanding(self) -> int:
+        """Rows that are still missing."""
+        return sum(end - begin for _, begin, end in missing(self.target, self.end()))
+
+    def refresh(self) -> None:
+        """Recount what is left and pick the class by it."""
+        rows = self.outstanding()
+        self.context = self.end() - rows
+        handle = self.generation_handle
+        if self.kind is JobClass.SPEC:
+            self.remaining = rows
+        elif handle is not None and rows <= 1:
+            self.kind, self.remaining = JobClass.DECODE, handle.limit - len(handle.tokens)
+        else:
+            if self.kind is JobClass.DECODE:
+                self.kind = JobClass.TAIL
+            self.remaining = max(rows, 1)
