@@ -4,15 +4,12 @@
 
 Every verb happens whole, or raises a `ForkServeError` and changes nothing.  Sessions and nodes are
 named by (session id, node id); a dead or foreign name is a typed error.  All verbs may be called
-from any thread; two threads may not generate, commit or join on one session at once.
+from any thread; two threads may not be at the same line of a session at once.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,32 +18,15 @@ from forkserve.control import lines, merging
 from forkserve.control.candidates import grammar_branches
 from forkserve.control.commit import CommitResult
 from forkserve.control.core import Core
-from forkserve.control.generation import Generation
 from forkserve.control.join import JoinResult, plan_join
-from forkserve.control.loop import Loop
 from forkserve.control.retention import ttl_s
 from forkserve.control.speculation import Request, Speculation, speculate
-from forkserve.control.stats import EngineStats
-from forkserve.errors import (
-    AdmissionRefused,
-    ConfigError,
-    ContextOverflow,
-    NodeError,
-    SessionError,
-)
-from forkserve.tree.invariants import check_all
+from forkserve.decoding import Decoding
+from forkserve.errors import AdmissionRefused, ConfigError, NodeError, SessionError
 from forkserve.tree.node import Node
 from forkserve.tree.spine import take_prefix
 from forkserve.tree.tree import ContextTree
-from forkserve.types import (
-    GREEDY,
-    JobClass,
-    JoinPolicy,
-    NodeMode,
-    SamplingParams,
-    Tokens,
-    derive_seed,
-)
+from forkserve.types import JobClass, JoinPolicy, NodeMode, Tokens, derive_seed
 
 if TYPE_CHECKING:
     from forkserve.engine.protocol import Backend
@@ -76,7 +56,7 @@ class SessionHandle:
         return f"SessionHandle(id={self.id!r}, root={self.root}, tenant={self.tenant!r})"
 
 
-class Engine:
+class Engine(Decoding):
     """Verbs over a backend.
 
     config: defaults to the backend's.  With ``config.background`` the loop runs in a thread of its
@@ -86,14 +66,9 @@ class Engine:
     def __init__(self, backend: Backend, config: ForkServeConfig | None = None) -> None:
         if config is not None and config != backend.config:
             raise ConfigError("engine and backend have different configs; give both the same one")
-        self.backend = backend
+        super().__init__(Core(backend))
         self.config = backend.config
-        self._core = Core(backend)
-        self._loop = Loop(self._core, background=self.config.background)
         self._opened = 0
-        self._generations = 0
-        self._seeds: dict[str, int] = {}  # by session
-        self._users: dict[str, int] = {}  # session -> thread inside an exclusive verb
 
     # ---------------------------------------------------------------- open and close
 
@@ -118,16 +93,18 @@ class Engine:
         OutOfPages.
         """
         core = self._core
-        ids = self._ids(tokens)
+        ids = self._guard.ids(tokens)
         if not ids:
             raise ConfigError("a session needs at least one token")
-        self._fits(len(ids), "prompt")
+        self._guard.fits(len(ids), "prompt")
         with core.lock:
             self._loop.check()
             self._opened += 1
             name = session if session is not None else f"s{self._opened}"
             if name in core.trees:
-                raise SessionError(f"session '{name}' is open already; close it or choose another id")
+                raise SessionError(
+                    f"session '{name}' is open already; close it or choose another id"
+                )
             tree = ContextTree(
                 name,
                 core.pool,
@@ -138,7 +115,9 @@ class Engine:
             root = tree.open_root(ids, core.clock.now_ms())
             core.trees[name] = tree
             core.meter.open(tenant)
-            self._seeds[name] = derive_seed(self.config.seed, self._opened) if seed is None else seed
+            self._seeds[name] = (
+                derive_seed(self.config.seed, self._opened) if seed is None else seed
+            )
             cached = take_prefix(tree, core.index) if self.config.prefix_index else 0
             core.count.cached_tokens += cached
             handle = SessionHandle(self, tree, cached)
@@ -149,6 +128,12 @@ class Engine:
                 self.close(name)
                 raise
         return handle
+
+    def session(self, prompt: Tokens | str, **options: Any) -> Session:
+        """Open a session as an object: text in, text out.  Options as for `open`."""
+        from forkserve.session import Session
+
+        return Session(self, prompt, **options)
 
     def close(self, session: str) -> None:
         """End a session and give back its pages.  Idempotent; published pages stay cached."""
@@ -192,13 +177,13 @@ class Engine:
         Costs the same however long the trunk is: no page is touched.  `tokens` is the text that is
         known to follow on this branch.
         """
-        ids = self._ids(tokens) if tokens else ()
+        ids = self._guard.ids(tokens) if tokens else ()
         core = self._core
         with core.lock:
             tree = core.tree(session)
             node = tree.get(parent)
             if ids:
-                self._fits(node.length + len(ids), "branch")
+                self._guard.fits(node.length + len(ids), "branch")
             core.count.forks += 1
             return tree.fork(node, branch, ids, core.clock.now_ms()).id
 
@@ -207,12 +192,12 @@ class Engine:
 
         Nodes forked before keep the view they forked from.
         """
-        ids = self._ids(tokens)
+        ids = self._guard.ids(tokens)
         with self._core.lock:
             tree = self._core.tree(session)
             target = tree.get(node)
-            self._fits(target.length + len(ids), "sequence")
-            self._no_generation(tree, target)
+            self._guard.fits(target.length + len(ids), "sequence")
+            self._guard.idle(tree, target)
             if target.mode is not NodeMode.SPEC:
                 lines.require_tip(tree, target, "append to")
             lines.require_known(target)
@@ -236,7 +221,8 @@ class Engine:
 
         What the main line held beyond the common ancestor becomes a line of its own, idle.
         """
-        with self._exclusive(session) as tree:
+        with self._guard.settled(session) as tree:
+            self._guard.idle(tree, tree.tip)
             lines.promote(self._core, tree, tree.get(node))
             return node
 
@@ -272,7 +258,7 @@ class Engine:
         with core.lock:
             tree = core.tree(session)
             target = tree.get(node)
-            self._no_generation(tree, target)
+            self._guard.idle(tree, target)
             lines.require_tip(tree, target, "idle")
             rows = target.kv_end - target.kv_begin
             reload_s = core.backend.predict_ms(rows, target.kv_begin) / 1e3 if rows else 0.0
@@ -303,11 +289,11 @@ class Engine:
         of what will be observed; refused below config.q_min or for free-form text.
         strict: raise AdmissionRefused when nothing was admitted, instead of only saying so.
         """
-        ids = self._ids(guess) if guess else []
+        ids = self._guard.ids(guess) if guess else []
         with self._core.lock:
             tree = self._core.tree(session)
             target = tree.get(node)
-            self._fits(target.length + len(ids), "guess")
+            self._guard.fits(target.length + len(ids), "guess")
             request = Request(target, priority, ids, q, schema_stable)
             got = speculate(self._core, tree, [request], t_idle_ms)[node]
         if strict and not got:
@@ -385,9 +371,10 @@ class Engine:
         committed work of the passes to come, and the other speculative children are aborted.  If
         no child fits, a new node is made.
         """
-        observed = self._ids(tokens)
-        with self._exclusive(session) as tree:
+        observed = self._guard.ids(tokens)
+        with self._guard.settled(session) as tree:
             target = tree.get(node)
+            self._guard.idle(tree, target)
             lines.require_tip(tree, target, "commit at")
             if full:
                 own = tree.tokens(target).tolist()
@@ -399,7 +386,7 @@ class Engine:
                 observed = observed[len(own) :]
             if not observed:
                 raise ConfigError("commit needs at least one observed token")
-            self._fits(target.length + len(observed), "sequence")
+            self._guard.fits(target.length + len(observed), "sequence")
             return merging.commit(self._core, tree, target, observed, branch)
 
     def join(
@@ -417,169 +404,15 @@ class Engine:
 
         It hangs under the common parent (or `parent`), which must be the tip of its line.
         """
-        text = self._ids(scaffold) if scaffold else []
-        blended = self._ids(blend) if blend is not None else None
-        with self._exclusive(session) as tree:
+        text = self._guard.ids(scaffold) if scaffold else []
+        blended = self._guard.ids(blend) if blend is not None else None
+        with self._guard.settled(session) as tree:
             plan = plan_join(tree, children, policy, text, blended, k, parent)
+            self._guard.idle(tree, plan.parent)
             lines.require_tip(tree, plan.parent, "join at")
-            self._fits(plan.parent.length + len(plan.tokens), "join")
+            self._guard.fits(plan.parent.length + len(plan.tokens), "join")
             self._core.count.joins += 1
             return merging.join(self._core, tree, plan, JoinPolicy(policy))
-
-    # ---------------------------------------------------------------- generation
-
-    def generate(
-        self,
-        session: str,
-        max_tokens: int = 128,
-        *,
-        node: int | None = None,
-        params: SamplingParams = GREEDY,
-    ) -> list[int]:
-        """Sample up to `max_tokens` tokens after the tip (or after `node`, the tip of a line).
-
-        They become committed text of the session; the end token is included.
-        """
-        return self.start(session, max_tokens, node=node, params=params).result()
-
-    def generate_many(
-        self,
-        targets: Sequence[str | tuple[str, int]],
-        max_tokens: int = 128,
-        *,
-        params: SamplingParams = GREEDY,
-    ) -> list[list[int]]:
-        """Generate on several sessions, or (session, node) tips, in shared passes.
-
-        With params.seed the i-th target draws from ``derive_seed(seed, i)``.
-        """
-        running: list[Generation] = []
-        try:
-            for number, target in enumerate(targets):
-                session, node = (target, None) if isinstance(target, str) else target
-                own = params
-                if params.seed is not None:
-                    own = replace(params, seed=derive_seed(params.seed, number))
-                running.append(self.start(session, max_tokens, node=node, params=own))
-            return [generation.result() for generation in running]
-        finally:
-            for generation in running:
-                generation.cancel()
-
-    def start(
-        self,
-        session: str,
-        max_tokens: int = 128,
-        *,
-        node: int | None = None,
-        params: SamplingParams = GREEDY,
-    ) -> Generation:
-        """Begin a generation and return its handle: wait for it, iterate it, or cancel it.
-
-        Without a background loop it advances while somebody waits on the engine.
-        """
-        if max_tokens < 0:
-            raise ConfigError(f"max_tokens={max_tokens} must be >= 0")
-        core = self._core
-        with core.lock:
-            self._loop.check()
-            tree = core.tree(session)
-            self._claimable(session)
-            target = tree.tip if node is None else tree.get(node)
-            self._no_generation(tree, target)
-            lines.require_tip(tree, target, "generate on")
-            if target.mode is NodeMode.IDLE:
-                raise NodeError(f"node {target.id} is idle: commit on it or promote it first")
-            lines.require_known(target)
-            if max_tokens:
-                self._fits(target.length + 1, "sequence")
-            self._generations += 1
-            seed = self._seeds[session] if params.seed is None else params.seed
-            if params.seed is None and target.line:
-                seed = derive_seed(seed, target.line)
-            generation = Generation(
-                self._generations,
-                session,
-                target.id,
-                max_tokens,
-                params,
-                seed,
-                lambda ids: self.backend.tokenizer.decode_bytes(ids, skip_special=True),
-                self._loop.run_until,
-                self._cancel,
-            )
-            generation.started_ms = core.clock.now_ms()
-            if max_tokens == 0:
-                generation.end("length")
-            generation.narrow()
-            if not generation.done:
-                core.ensure(tree, target, generation)
-            return generation
-
-    # ---------------------------------------------------------------- looking in
-
-    def tip(self, session: str) -> int:
-        """Node at the end of the session's committed main line."""
-        with self._core.lock:
-            return self._core.tree(session).tip.id
-
-    def tokens(self, session: str, node: int | None = None) -> list[int]:
-        """All tokens from the root to the tip (or to `node`)."""
-        with self._core.lock:
-            tree = self._core.tree(session)
-            return tree.tokens(tree.tip if node is None else tree.get(node)).tolist()
-
-    def text(self, session: str, node: int | None = None) -> str:
-        """The same as text, special tokens included."""
-        ids = self.tokens(session, node)
-        return self.backend.tokenizer.decode_bytes(ids).decode("utf-8", "replace")
-
-    def tree(self, session: str) -> ContextTree:
-        """The session's tree, to look at; change it through the verbs only."""
-        with self._core.lock:
-            return self._core.tree(session)
-
-    def sessions(self) -> list[str]:
-        """Ids of the open sessions."""
-        with self._core.lock:
-            return list(self._core.trees)
-
-    def session(self, prompt: Tokens | str, **options: Any) -> Session:
-        """Open a session as an object: text in, text out.  Options as for `open`."""
-        from forkserve.session import Session
-
-        return Session(self, prompt, **options)
-
-    def stats(self) -> EngineStats:
-        """A snapshot of pages, rows and counters."""
-        with self._core.lock:
-            return self._core.stats()
-
-    def check(self) -> None:
-        """Check every invariant of the design from scratch; AssertionError with the numbers."""
-        with self._core.lock:
-            check_all(self._core.pool, self._core.trees.values(), self._core.index)
-
-    # ---------------------------------------------------------------- helpers
-
-    def _ids(self, tokens: Tokens | str) -> list[int]:
-        """Token ids, checked against the vocabulary; text is encoded."""
-        if isinstance(tokens, str):
-            return self.backend.tokenizer.encode(tokens)
-        try:
-            ids = [int(t) for t in tokens]
-        except (TypeError, ValueError):
-            raise ConfigError(f"tokens must be text or integers, not {type(tokens).__name__}") from None
-        size = self.backend.info.vocab_size
-        if ids and not (min(ids) >= 0 and max(ids) < size):
-            wrong = next(i for i in ids if not 0 <= i < size)
-            raise ConfigError(f"token id {wrong} is not in the vocabulary of {size} ids")
-        return ids
-
-    def _fits(self, length: int, what: str) -> None:
-        limit = self.backend.info.max_context
-        if length > limit:
-            raise ContextOverflow(length, limit, what)
 
     def _complete(self, tree: ContextTree, node: Node) -> None:
         """Wait until a node's rows are computed."""
@@ -588,53 +421,3 @@ class Engine:
         self._loop.run_until(lambda: task.done)
         if task.error is not None:
             raise task.error
-
-    def _cancel(self, generation: Generation) -> None:
-        core = self._core
-        with core.lock:
-            generation.end("cancelled")
-            task = core.tasks.get((generation.session, generation.node))
-            if task is not None and task.generation_handle is generation:
-                core.finish(task)
-
-    def _no_generation(self, tree: ContextTree, node: Node) -> None:
-        task = self._core.tasks.get((tree.session, node.id))
-        if task is not None and task.generation_handle is not None:
-            raise SessionError(
-                f"a generation is running on node {node.id} of session '{tree.session}'; "
-                "wait for it or cancel it first"
-            )
-
-    def _claimable(self, session: str) -> None:
-        user = self._users.get(session)
-        if user is not None and user != threading.get_ident():
-            raise SessionError(
-                f"session '{session}' is in use by another thread; give each thread a session or a "
-                "branch of its own"
-            )
-
-    @contextmanager
-    def _exclusive(self, session: str) -> Iterator[ContextTree]:
-        """The session's tree, settled and locked: no other thread is at it, no batch reads it."""
-        core = self._core
-        with core.lock:
-            self._loop.check()
-            tree = core.tree(session)
-            self._claimable(session)
-            if any(
-                t.generation_handle is not None and t.session == session
-                for t in core.tasks.values()
-            ):
-                raise SessionError(
-                    f"a generation is running on session '{session}'; wait for it or cancel it"
-                )
-            outer = session in self._users
-            self._users[session] = threading.get_ident()
-            try:
-                self._loop.quiesce(session)
-                if core.trees.get(session) is not tree:
-                    raise SessionError(f"session '{session}' was closed meanwhile")
-                yield tree
-            finally:
-                if not outer:
-                    self._users.pop(session, None)

@@ -30,7 +30,8 @@ class ForkServeConfig(BaseModel):
     page_size: int = Field(16, ge=1, le=256, description="tokens per KV page [P]")
     capacity_pages: int = Field(16384, ge=1, description="pages in the pool, fixed for its life")
     tail: Literal["auto", "pack", "freeze"] = Field(
-        "auto", description="unaligned tails: copy the rows, share the page, or whichever is smaller"
+        "auto",
+        description="unaligned tails: copy the rows, share the page, or whichever is smaller",
     )
     lazy_abort: bool = Field(False, description="abort marks; drain_aborts reclaims")
     prefix_index: bool = Field(True, description="share committed pages between sessions by hash")
@@ -57,28 +58,42 @@ class ForkServeConfig(BaseModel):
     grammar_top_m: int = Field(3, ge=0, description="tool names forked from grammar mass, at most")
     branch_cap: int = Field(6, ge=1, description="speculating children of one node, at most [m]")
     q_min: float = Field(0.35, ge=0, le=1, description="least probability of a guess [q_min]")
-    eta_partial: float = Field(0.5, gt=0, le=1, description="usefulness of a guess that is half right")
+    eta_partial: float = Field(
+        0.5, gt=0, le=1, description="usefulness of a guess that is half right"
+    )
     ngram_order: int = Field(3, ge=1, description="tokens of context of the residual predictor")
     ngram_tokens: int = Field(32, ge=0, description="tokens the residual predictor may guess")
-    prior_width: int = Field(2048, ge=1, description="counters per row of the branch prior's sketch")
+    prior_width: int = Field(
+        2048, ge=1, description="counters per row of the branch prior's sketch"
+    )
     prior_depth: int = Field(4, ge=1, description="rows of the branch prior's sketch")
     prior_decay: float = Field(0.97, gt=0, le=1, description="factor on old counts per observation")
-    idle_quantile: float = Field(0.25, gt=0, lt=1, description="quantile of tool times taken as T_idle")
-    exact_items: int = Field(12, ge=0, description="solve the knapsack exactly up to this many items")
+    idle_quantile: float = Field(
+        0.25, gt=0, lt=1, description="quantile of tool times taken as T_idle"
+    )
+    exact_items: int = Field(
+        12, ge=0, description="solve the knapsack exactly up to this many items"
+    )
 
     # Fairness
     kappa: float = Field(0.25, ge=0, le=1, description="price of a speculative token when it runs")
-    aging_ms: float = Field(1000.0, gt=0, description="ms of waiting that outweigh one tick of service")
+    aging_ms: float = Field(
+        1000.0, gt=0, description="ms of waiting that outweigh one tick of service"
+    )
 
     # Retention
-    ttl_max_s: float = Field(8.0, gt=0, description="s an idle residual keeps its KV, at most [tau_max]")
+    ttl_max_s: float = Field(
+        8.0, gt=0, description="s an idle residual keeps its KV, at most [tau_max]"
+    )
     ttl_alpha: float = Field(1.2, ge=0, description="weight of the expected tool time in the TTL")
     ttl_beta: float = Field(1.0, ge=0, description="weight of recompute and queue time in the TTL")
     ttl_min_s: float = Field(0.05, ge=0, description="s an idle residual keeps its KV, at least")
 
     # Engine
     background: bool = Field(False, description="run the engine loop in a thread of its own")
-    max_context: int | None = Field(None, ge=2, description="tokens; None takes the model's own limit")
+    max_context: int | None = Field(
+        None, ge=2, description="tokens; None takes the model's own limit"
+    )
     shuffle_pages: bool = Field(False, description="hand pages out in random order (a test aid)")
     seed: int = Field(0, description="root of every random draw")
 

@@ -4,6 +4,7 @@
 
     ForkServeError
     ├── ConfigError           a setting is unknown, out of range or contradictory
+    │   └── MissingExtra      a part needs an optional dependency that is not installed
     ├── SessionError          session unknown, duplicate, closed or busy in another thread
     ├── NodeError             node unknown, dead, of a stale generation, or in the wrong mode
     ├── OutOfPages            the page pool is full and nothing could be evicted

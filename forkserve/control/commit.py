@@ -112,9 +112,7 @@ def apply_commit(
     return Outcome(result, winner, losers, used, wasted)
 
 
-def _longest(
-    tree: ContextTree, node: Node, tokens: array[int], branch: str | None
-) -> list[Node]:
+def _longest(tree: ContextTree, node: Node, tokens: array[int], branch: str | None) -> list[Node]:
     """Children that hold a prefix of `tokens`, each right to its end but the last."""
     chain: list[Node] = []
     parent, done = node, 0
@@ -148,9 +146,7 @@ def _losers(node: Node, chain: list[Node], lcp: int) -> list[Node]:
             if child is kept:
                 continue
             if kept is None:
-                if chain and child.alias_len > lcp:
-                    losers.append(child)
-                elif not chain and child.mode is NodeMode.SPEC:
+                if (chain and child.alias_len > lcp) or (not chain and child.mode is NodeMode.SPEC):
                     losers.append(child)
             elif child.mode is NodeMode.SPEC or (picked and child.line != node.line):
                 losers.append(child)

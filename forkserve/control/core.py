@@ -183,9 +183,9 @@ class Core:
     def publish(self, tree: ContextTree, node: Node) -> None:
         """Enter what is new and full on the committed main line into the prefix index."""
         fresh = node.kv_end // self.config.page_size > node.published
-        if fresh and node.line == MAIN_LINE and node.mode is NodeMode.COMMIT:
-            if self.config.prefix_index:
-                publish(tree, self.index, node)
+        spine = node.line == MAIN_LINE and node.mode is NodeMode.COMMIT
+        if fresh and spine and self.config.prefix_index:
+            publish(tree, self.index, node)
 
     def copy_later(self, copies: list[RowCopy]) -> None:
         """Run copies at the start of the next batch; their source pages are pinned until then."""

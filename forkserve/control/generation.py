@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 from forkserve.control.text import TextStream
@@ -80,7 +81,7 @@ class Generation:
         seen = 0
         try:
             while True:
-                self._run_until(lambda: self.done or len(growing) > seen)
+                self._run_until(partial(self._has, growing, seen))
                 while seen < len(growing):
                     seen += 1
                     yield growing[seen - 1]
@@ -90,6 +91,9 @@ class Generation:
             self.cancel()
         if self.error is not None:
             raise self.error
+
+    def _has(self, growing: list[T], seen: int) -> bool:
+        return self.done or len(growing) > seen
 
     def cancel(self) -> None:
         """End it now; the tokens so far stay.  A no-op once it is done."""

@@ -82,14 +82,17 @@ def plan_join(
     inputs = [tree.get(child) for child in children]
     trunk = tree.get(parent) if parent is not None else _common_parent(inputs)
     residuals = [_residual(tree, trunk, node) for node in inputs]
-    winners, losers = inputs, []
+    winners = inputs
+    losers: list[Node] = []
     if policy in (JoinPolicy.FIRST, JoinPolicy.WINNER, JoinPolicy.KOFN):
         winners, losers = _split(policy, inputs, k)
     chosen = [residuals[inputs.index(node)] for node in winners]
     body = array("i", scaffold)
     blended = policy in (JoinPolicy.ALL, JoinPolicy.KOFN, JoinPolicy.SUMMARY)
     if blend is not None and not blended:
-        raise ConfigError(f"join policy '{policy.value}' takes its text from the inputs, not a blend")
+        raise ConfigError(
+            f"join policy '{policy.value}' takes its text from the inputs, not a blend"
+        )
     if policy is JoinPolicy.SUMMARY and blend is None:
         raise ConfigError("join policy 'summary' needs the summary's tokens as blend=")
     if blend is not None:
@@ -98,7 +101,9 @@ def plan_join(
         for residual in chosen:
             body.extend(residual)
     if not body:
-        raise ConfigError("the join would add no token: the inputs are empty and there is no scaffold")
+        raise ConfigError(
+            "the join would add no token: the inputs are empty and there is no scaffold"
+        )
     adopts = len(winners) == 1 and not scaffold and blend is None
     return JoinPlan(trunk, body, winners, losers, adopts)
 

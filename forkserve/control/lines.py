@@ -98,6 +98,6 @@ def abort(core: Core, tree: ContextTree, node: Node, *, lazy: bool, cascade: boo
     above = node.parent
     freed = core.abort(tree, node, lazy=lazy)
     while cascade and above is not None and above.mode is NodeMode.SPEC and not above.children:
-        above, orphan = above.parent, above
+        orphan, above = above, above.parent
         freed += core.abort(tree, orphan, lazy=lazy)
     return freed

@@ -255,7 +255,7 @@ class Loop:
     def _reserve(
         self, flight: _Flight, task: Task, owner: Node, begin: int, count: int
     ) -> Reservation | None:
-        """Rows for a work.  Speculation takes free or merely cached pages; committed work makes room."""
+        """Rows for a work.  Speculation takes free or cached pages, committed work makes room."""
         core = self.core
         try:
             return reserve(task.tree, owner, begin, count)
@@ -395,7 +395,9 @@ class Loop:
         core = self.core
         if not task.target.live:
             core.finish(task)
-        elif task not in core.scheduler:  # its rows are done, or more than it was queued for is left
+        elif (
+            task not in core.scheduler
+        ):  # its rows are done, or more than it was queued for is left
             if task.generation_handle is None and not missing(task.target, task.end()):
                 core.finish(task)
             else:

@@ -52,7 +52,10 @@ def speculate(
     guesses = {request.node.id: request.guess for request in requests}
     core.count.speculates += len(requests)
     plan = core.planner.plan(
-        candidates, core.pool_view(), speculating=_speculating(core, tree, guesses), load=_load(core, tree)
+        candidates,
+        core.pool_view(),
+        speculating=_speculating(core, tree, guesses),
+        load=_load(core, tree),
     )
     admitted: dict[int, list[Admission]] = {}
     for admission in plan.admitted:
@@ -77,12 +80,12 @@ def _answers(
     }
 
 
-def _candidate(
-    core: Core, tree: ContextTree, request: Request, t_idle_ms: float
-) -> Candidate:
+def _candidate(core: Core, tree: ContextTree, request: Request, t_idle_ms: float) -> Candidate:
     node = request.node
     if node.mode is not NodeMode.SPEC:
-        raise NodeError(f"node {node.id} is {node.mode.value}: only a speculative fork is speculated")
+        raise NodeError(
+            f"node {node.id} is {node.mode.value}: only a speculative fork is speculated"
+        )
     if not 0 <= request.priority <= 1 or not 0 <= request.q <= 1:
         raise ConfigError(f"priority={request.priority} and q={request.q} must lie in [0, 1]")
     if not t_idle_ms >= 0:

@@ -223,7 +223,7 @@ class MockBackend:
         self._rows[pages, slots % self.config.page_size] = rows
 
     def _touch(self, pages: Sequence[int]) -> None:
-        """Poison pages on first use after they were freed, so that stale rows are never readable."""
+        """Poison pages on first use after they were freed: stale rows are never readable."""
         for page in pages:
             if self._fresh[page]:
                 self._fresh[page] = False

@@ -108,7 +108,7 @@ class PrefixIndex:
         return digest, page
 
     def reclaim(self, wanted: int) -> int:
-        """Drop least recently used entries that only the index holds, until `wanted` pages are free."""
+        """Drop entries that only the index holds, oldest first, until `wanted` pages are free."""
         freed = 0
         for digest, entry in list(self._entries.items()):
             if freed >= wanted:

@@ -33,9 +33,11 @@ def check_prefix(tree: ContextTree) -> None:
     """Every node continues a prefix of its parent: positions run 0..n-1 without a gap."""
     for node in tree:
         if node.parent is None:
-            assert node.alias_len == 0 and node.id == 1, f"node {node.id} has no parent"
+            assert (node.alias_len, node.id) == (0, 1), f"node {node.id} has no parent"
             continue
-        assert node.parent.children.get(node.id) is node, f"node {node.id} is no child of its parent"
+        assert node.parent.children.get(node.id) is node, (
+            f"node {node.id} is no child of its parent"
+        )
         assert tree.nodes.get(node.parent.id) is node.parent, f"parent of {node.id} is not live"
         assert 0 <= node.alias_len <= node.parent.length, (
             f"node {node.id} sees {node.alias_len} of {node.parent.length} positions"
@@ -51,7 +53,8 @@ def check_spine(tree: ContextTree) -> None:
             assert committed(node.parent), f"committed node {node.id} hangs under a guess"
     for line, tip in tree.tips.items():
         assert tree.nodes.get(tip.id) is tip, f"the tip of line {line} is not live"
-        assert tip.line == line and committed(tip), f"node {tip.id} is no tip of line {line}"
+        assert tip.line == line, f"node {tip.id} of line {tip.line} is no tip of line {line}"
+        assert committed(tip), f"the tip {tip.id} of line {line} is {tip.mode.value}"
         below = [c.id for c in tip.children.values() if committed(c) and c.line == line]
         assert not below, f"line {line} goes on after its tip {tip.id}: {below}"
 
@@ -77,9 +80,11 @@ def check_rows(tree: ContextTree) -> None:
             )
             for number, page in enumerate(segment.pages):
                 held = min(size, rows - number * size)
-                assert tree.pool.valid[page] >= held, f"page {page} has {tree.pool.valid[page]} rows"
+                assert tree.pool.valid[page] >= held, (
+                    f"page {page} has {tree.pool.valid[page]} rows"
+                )
             if previous is not None:
-                assert previous.start < segment.start <= previous.end, f"hole in node {node.id}"
+                assert previous.start <= segment.start <= previous.end, f"hole in node {node.id}"
             previous = segment
         assert node.kv_end <= node.length, f"node {node.id} has rows past its tokens"
 
@@ -130,7 +135,9 @@ def check_partition(pool: PagePool) -> None:
     assert free == pool.free_pages == len(set(pool._free)), (
         f"{free} pages have no reference but {pool.free_pages} are in the free list"
     )
-    assert index_only == pool.index_only, f"{index_only} index-only pages, {pool.index_only} counted"
+    assert index_only == pool.index_only, (
+        f"{index_only} index-only pages, {pool.index_only} counted"
+    )
     assert free + private + shared + index_only == pool.capacity
 
 
@@ -144,7 +151,11 @@ def check_write_safety(pool: PagePool, tree: ContextTree) -> None:
                 assert others == 0, f"open page {page} of node {node.id} is on {others} more tables"
         if node.segments and not node.segments[-1].sealed:
             last = node.segments[-1]
-            seen = [c.id for c in node.children.values() if last.start < c.alias_len <= last.end]
+            seen = [
+                c.id
+                for c in node.children.values()
+                if c.alias_len <= last.end and node.segment_at(c.alias_len) is last
+            ]
             assert not seen, f"node {node.id} may write under its children {seen}"
 
 

@@ -51,10 +51,11 @@ class Segment:
 
 
 def new_segment(start: int, pages: list[int], end: int) -> Segment:
+    """A segment with a key of its own: no other table names the same run of rows by it."""
     return Segment(next(_uids), start, pages, end)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One node of a context tree; see the module's drawing for its positions.
 
@@ -85,6 +86,10 @@ class Node:
     ttl_deadline_ms: float | None = None
     spans_cache: tuple[int, int, tuple[Span, ...]] | None = None
 
+    def __repr__(self) -> str:
+        above = self.parent.id if self.parent is not None else None
+        return f"Node({self.id}, {self.mode.value}, parent={above}, length={self.length})"
+
     @property
     def length(self) -> int:
         """Tokens from the root to the end of this node."""
@@ -99,6 +104,19 @@ class Node:
     def kv_end(self) -> int:
         """Rows [kv_begin, kv_end) are written by this node."""
         return self.segments[-1].end if self.segments else self.alias_len
+
+    def segment_at(self, position: int) -> Segment | None:
+        """The own segment that holds row position - 1, or would by its place; None if above it.
+
+        Where a packed tail repeats rows of the segment before, the one before counts: what a child
+        sees never moves to a page that is still being written.
+        """
+        for number in range(len(self.segments) - 1, -1, -1):
+            if self.segments[number].start < position and (
+                number == 0 or self.segments[number - 1].end < position
+            ):
+                return self.segments[number]
+        return None
 
     @property
     def live(self) -> bool:

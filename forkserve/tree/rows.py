@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from forkserve.errors import OutOfPages
 from forkserve.tree.node import Node, Segment, new_segment
 from forkserve.tree.tails import choose_tail
 from forkserve.tree.tree import ContextTree
@@ -107,11 +108,10 @@ def _take(node: Node, need: int, found: list[Span]) -> int:
 
     Each span is cut where the next one begins: a packed tail repeats rows of the one before.
     """
-    for segment in reversed(node.segments):
-        if segment.start < need:
-            assert segment.end >= need, f"rows [{segment.end}, {need}) are missing"
-            found.append(segment.span(need))
-            need = segment.start
+    while (segment := node.segment_at(need)) is not None:
+        assert segment.end >= need, f"rows [{segment.end}, {need}) are missing"
+        found.append(segment.span(need))
+        need = segment.start
     return need
 
 
@@ -151,8 +151,11 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
         return _grow(tree, node, last, begin, count)
     before = last if last is not None else _segment_at(node.parent, begin)
     rest = (begin - before.start) % size if before is not None else 0
-    if rest and last is None and (taken := _adopt(tree, node, begin, rest)) is not None:
-        return _grow(tree, node, taken, begin, count)
+    if rest and last is None and _adoptable(tree, node, begin):
+        extra = pool.pages_for(rest + count) - 1
+        if extra > pool.free_pages:
+            raise OutOfPages(extra, pool.free_pages, pool.capacity)
+        return _grow(tree, node, _adopt(tree, node, begin, rest), begin, count)
     freeze = rest == 0 or _freezes(tree, node, begin, rest, count)
     start = begin if freeze else begin - rest
     fresh = pool.alloc(pool.pages_for(begin + count - start))
@@ -256,32 +259,36 @@ def _grow(tree: ContextTree, node: Node, segment: Segment, begin: int, count: in
 
 def _watched(node: Node, segment: Segment) -> bool:
     """True while a live child sees rows of this segment."""
-    return any(child.alias_len > segment.start for child in node.children.values())
+    return any(node.segment_at(child.alias_len) is segment for child in node.children.values())
 
 
 def _segment_at(node: Node | None, position: int) -> Segment | None:
     """The segment that holds row position - 1 for a child that begins at `position`."""
     while node is not None and position > 0:
-        for segment in reversed(node.segments):
-            if segment.start < position:
-                return segment
+        if (segment := node.segment_at(position)) is not None:
+            return segment
         node = node.parent
     return None
 
 
-def _adopt(tree: ContextTree, node: Node, begin: int, rest: int) -> Segment | None:
-    """Take over the parent's partly filled last page, when nobody else can want it.
+def _adoptable(tree: ContextTree, node: Node, begin: int) -> bool:
+    """True if the parent's partly filled last page can become the node's: nobody else wants it.
 
     Only a committed sole child may: the loser of a speculation must leave its trunk untouched.
     """
     parent = node.parent
     if parent is None or node.mode is not NodeMode.COMMIT or len(parent.children) != 1:
-        return None
+        return False
     if not parent.segments or parent.kv_end != begin or parent.line != node.line:
-        return None
+        return False
+    return tree.pool.writable(parent.segments[-1].pages[-1])
+
+
+def _adopt(tree: ContextTree, node: Node, begin: int, rest: int) -> Segment:
+    """Take over the parent's last page with its `rest` rows."""
+    parent = node.parent
+    assert parent is not None
     tail = parent.segments[-1]
-    if not tree.pool.writable(tail.pages[-1]):
-        return None
     page = tail.pages[-1]
     tail.pages = tail.pages[:-1]
     tail.end -= rest

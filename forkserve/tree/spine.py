@@ -10,7 +10,16 @@ from forkserve.tree.rows import cut, missing, spans
 from forkserve.tree.tree import ContextTree
 from forkserve.types import RowCopy, Span
 
-__all__ = ["Realignment", "copy_plan", "finish", "publish", "realign", "realignable", "take_prefix", "trim"]
+__all__ = [
+    "Realignment",
+    "copy_plan",
+    "finish",
+    "publish",
+    "realign",
+    "realignable",
+    "take_prefix",
+    "trim",
+]
 
 
 def take_prefix(tree: ContextTree, index: PrefixIndex) -> int:

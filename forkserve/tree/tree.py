@@ -72,7 +72,7 @@ class ContextTree:
             return node
         if isinstance(node_id, int) and 0 < node_id < self.next_id:
             raise NodeError(
-                f"node {node_id} of session '{self.session}' is dead: it was aborted or lost a commit"
+                f"node {node_id} of session '{self.session}' is dead: aborted, or lost to a commit"
             )
         raise NodeError(f"session '{self.session}' has no node {node_id!r}")
 
@@ -121,7 +121,12 @@ class ContextTree:
         return node
 
     def fork(
-        self, parent: Node, branch: str, tokens: Tokens, now_ms: float, mode: NodeMode = NodeMode.SPEC
+        self,
+        parent: Node,
+        branch: str,
+        tokens: Tokens,
+        now_ms: float,
+        mode: NodeMode = NodeMode.SPEC,
     ) -> Node:
         """A child that sees the parent's first ``parent.length`` positions; no page is touched.
 

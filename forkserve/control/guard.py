@@ -1,0 +1,78 @@
+"""Checks that stand before every verb: ids, lengths, and who else is at the session."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import index
+
+from forkserve.control.core import Core
+from forkserve.control.loop import Loop
+from forkserve.errors import ConfigError, ContextOverflow, SessionError
+from forkserve.tree.node import Node
+from forkserve.tree.tree import ContextTree
+from forkserve.types import Tokens
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """Argument and concurrency checks over a core."""
+
+    def __init__(self, core: Core, loop: Loop) -> None:
+        self._core = core
+        self._loop = loop
+        self._users: dict[str, int] = {}  # session -> thread that waits for it to settle
+
+    def ids(self, tokens: Tokens | str) -> list[int]:
+        """Token ids, checked against the vocabulary; text is encoded."""
+        backend = self._core.backend
+        if isinstance(tokens, str):
+            return backend.tokenizer.encode(tokens)
+        size = backend.info.vocab_size
+        try:
+            ids = [index(token) for token in tokens]
+        except TypeError as error:
+            raise ConfigError(f"tokens must be text or integers: {error}") from None
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            wrong = next(i for i in ids if not 0 <= i < size)
+            raise ConfigError(f"token id {wrong} is not in the vocabulary of {size} ids")
+        return ids
+
+    def fits(self, length: int, what: str) -> None:
+        """Raise ContextOverflow when a path would be longer than the model's context."""
+        limit = self._core.backend.info.max_context
+        if length > limit:
+            raise ContextOverflow(length, limit, what)
+
+    def idle(self, tree: ContextTree, node: Node) -> None:
+        """Raise SessionError while a generation runs on the node."""
+        task = self._core.tasks.get((tree.session, node.id))
+        if task is not None and task.generation_handle is not None:
+            raise SessionError(
+                f"a generation is running on node {node.id} of session '{tree.session}'; wait for "
+                "it, cancel it, or give each thread a branch of its own"
+            )
+
+    @contextmanager
+    def settled(self, session: str) -> Iterator[ContextTree]:
+        """The session's tree under the lock, with no batch in flight that belongs to it."""
+        core = self._core
+        with core.lock:
+            self._loop.check()
+            tree = core.tree(session)
+            user = self._users.get(session)
+            if user is not None and user != threading.get_ident():
+                raise SessionError(
+                    f"session '{session}' is in use by another thread; give each thread a session "
+                    "or a branch of its own"
+                )
+            self._users[session] = threading.get_ident()
+            try:
+                self._loop.quiesce(session)
+                if core.trees.get(session) is not tree:
+                    raise SessionError(f"session '{session}' was closed meanwhile")
+                yield tree
+            finally:
+                self._users.pop(session, None)

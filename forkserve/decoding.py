@@ -1,0 +1,123 @@
+"""The verbs that sample: generate, generate_many, start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from forkserve.control import lines
+from forkserve.control.core import Core
+from forkserve.control.generation import Generation
+from forkserve.control.guard import Guard
+from forkserve.control.loop import Loop
+from forkserve.errors import ConfigError, NodeError
+from forkserve.inspection import Inspection
+from forkserve.types import GREEDY, NodeMode, SamplingParams, derive_seed
+
+__all__ = ["Decoding"]
+
+
+class Decoding(Inspection):
+    """The sampling half of `Engine`.  Only committed tips are ever sampled."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self._loop = Loop(core, background=core.config.background)
+        self._guard = Guard(core, self._loop)
+        self._generations = 0
+        self._seeds: dict[str, int] = {}  # by session
+
+    def generate(
+        self,
+        session: str,
+        max_tokens: int = 128,
+        *,
+        node: int | None = None,
+        params: SamplingParams = GREEDY,
+    ) -> list[int]:
+        """Sample up to `max_tokens` tokens after the tip (or after `node`, the tip of a line).
+
+        They become committed text of the session; the end token is included.
+        """
+        return self.start(session, max_tokens, node=node, params=params).result()
+
+    def generate_many(
+        self,
+        targets: Sequence[str | tuple[str, int]],
+        max_tokens: int = 128,
+        *,
+        params: SamplingParams = GREEDY,
+    ) -> list[list[int]]:
+        """Generate on several sessions, or (session, node) tips, in shared passes.
+
+        With params.seed the i-th target draws from ``derive_seed(seed, i)``.
+        """
+        running: list[Generation] = []
+        try:
+            for number, target in enumerate(targets):
+                session, node = (target, None) if isinstance(target, str) else target
+                own = params
+                if params.seed is not None:
+                    own = replace(params, seed=derive_seed(params.seed, number))
+                running.append(self.start(session, max_tokens, node=node, params=own))
+            return [generation.result() for generation in running]
+        finally:
+            for generation in running:
+                generation.cancel()
+
+    def start(
+        self,
+        session: str,
+        max_tokens: int = 128,
+        *,
+        node: int | None = None,
+        params: SamplingParams = GREEDY,
+    ) -> Generation:
+        """Begin a generation and return its handle: wait for it, iterate it, or cancel it.
+
+        Without a background loop it advances while somebody waits on the engine.
+        """
+        if max_tokens < 0:
+            raise ConfigError(f"max_tokens={max_tokens} must be >= 0")
+        core = self._core
+        with core.lock:
+            self._loop.check()
+            tree = core.tree(session)
+            target = tree.tip if node is None else tree.get(node)
+            self._guard.idle(tree, target)
+            lines.require_tip(tree, target, "generate on")
+            if target.mode is NodeMode.IDLE:
+                raise NodeError(f"node {target.id} is idle: commit on it or promote it first")
+            lines.require_known(target)
+            if max_tokens:
+                self._guard.fits(target.length + 1, "sequence")
+            self._generations += 1
+            seed = self._seeds[session] if params.seed is None else params.seed
+            if params.seed is None and target.line:
+                seed = derive_seed(seed, target.line)
+            generation = Generation(
+                self._generations,
+                session,
+                target.id,
+                max_tokens,
+                params,
+                seed,
+                lambda ids: self.backend.tokenizer.decode_bytes(ids, skip_special=True),
+                self._loop.run_until,
+                self._cancel,
+            )
+            generation.started_ms = core.clock.now_ms()
+            if max_tokens == 0:
+                generation.end("length")
+            generation.narrow()
+            if not generation.done:
+                core.ensure(tree, target, generation)
+            return generation
+
+    def _cancel(self, generation: Generation) -> None:
+        core = self._core
+        with core.lock:
+            generation.end("cancelled")
+            task = core.tasks.get((generation.session, generation.node))
+            if task is not None and task.generation_handle is generation:
+                core.finish(task)
