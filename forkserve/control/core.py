@@ -52,6 +52,8 @@ class Core:
         self.parked: list[Task] = []  # committed tasks that wait for pages of older ones
         self.in_flight: set[str] = set()  # sessions with a work in the running batch
         self.pending: list[tuple[list[RowCopy], list[int]]] = []  # copies to run, pages pinned
+        self._serial = 0
+        self.finished = 0  # tasks that ended so far
         self.due_ms = inf  # no armed time to live ends before this
 
     # ---------------------------------------------------------------- look-up
@@ -89,6 +91,7 @@ class Core:
         if task.done:
             return
         task.done, task.error = True, error
+        self.finished += 1
         self.scheduler.remove(task)
         if self.tasks.get((task.session, task.node)) is task:
             del self.tasks[task.session, task.node]
@@ -98,7 +101,7 @@ class Core:
         if handle is not None and not handle.done:
             handle.end("error" if error else "cancelled", error)
         for parked in self.parked:
-            parked.held = False
+            parked.parked = parked.held = False
         self.parked.clear()
         self.changed.notify_all()
 
@@ -121,7 +124,9 @@ class Core:
 
     def new_task(self, tree: ContextTree, node: Node, kind: JobClass) -> Task:
         """A task of this moment, not queued yet."""
+        self._serial += 1
         return Task(
+            serial=self._serial,
             session=tree.session,
             node=node.id,
             tenant=tree.tenant,

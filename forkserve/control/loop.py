@@ -155,9 +155,10 @@ class Loop:
         """Run one batch.  wake: also run tasks that wait for a companion."""
         core = self.core
         with core.lock:
+            finished = core.finished
             flight = self._depart(wake)
             if not flight.entries and not flight.batch.copies:
-                return Ran(idle=True)
+                return Ran(idle=core.finished == finished)
             core.in_flight = {entry.task.session for entry in flight.entries}
             pending = len(core.pending)
         try:
@@ -192,6 +193,8 @@ class Loop:
             assert isinstance(job, Task)
             if not job.done:
                 self._board(flight, job, tokens)
+        if not flight.entries:
+            self._rescue(flight)
         if not flight.entries:
             care(core)
         flight.batch.copies[:0] = [copy for copies, _ in core.pending for copy in copies]
@@ -281,8 +284,8 @@ class Loop:
         )
         if room:
             return reserve(task.tree, owner, begin, count)
-        if any(other is not task and not other.held for other in self._committed()):
-            self._park(task)  # an older generation holds the pages: it will end
+        if not task.privileged and len(self._committed()) > 1:
+            self._park(task)  # others hold the pages: they will end
         else:
             free, capacity = core.pool.free_pages, core.pool.capacity
             core.finish(task, OutOfPages(shortage.needed, free, capacity))
@@ -292,10 +295,28 @@ class Loop:
         return [t for t in self.core.tasks.values() if t.kind is not JobClass.SPEC]
 
     def _park(self, task: Task) -> None:
-        task.held = True
+        """Let the task wait, and give its rows to those that go on."""
+        task.held = task.parked = True
         self.core.parked.append(task)
-        if task.target.segments and all(c.evicted for c in task.target.children.values()):
+        if all(child.evicted for child in task.target.children.values()):
             self._take_rows(task)
+
+    def _rescue(self, flight: _Flight) -> None:
+        """Everybody waits for pages: the oldest goes on alone, or learns that it never will fit."""
+        core = self.core
+        if not core.parked or flight.entries:
+            return
+        ahead = [t for t in core.tasks.values() if t.privileged] or core.parked
+        task = min(ahead, key=lambda t: t.serial)
+        for other in self._committed():
+            if other is not task and not other.parked:
+                self._park(other)
+        if task.parked:
+            core.parked.remove(task)
+            task.parked = task.held = False
+        task.privileged = True
+        decodes = task.kind is JobClass.DECODE
+        self._board(flight, task, 1 if decodes else core.config.prefill_chunk)
 
     def _preempt_younger(self, flight: _Flight, task: Task) -> bool:
         """Take the rows of the youngest generation that started after `task`."""
@@ -305,12 +326,12 @@ class Loop:
             if t is not task
             and t.target.segments
             and t.target not in flight.owners
-            and (t.submitted_ms, t.node) > (task.submitted_ms, task.node)
+            and t.serial > task.serial
             and all(child.evicted for child in t.target.children.values())
         ]
         if not younger:
             return False
-        self._take_rows(max(younger, key=lambda t: (t.submitted_ms, t.node)))
+        self._take_rows(max(younger, key=lambda t: t.serial))
         return True
 
     def _take_rows(self, task: Task) -> None:

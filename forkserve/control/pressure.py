@@ -53,7 +53,7 @@ def make_room(
         index.reclaim(wanted - pool.free_pages)
     active: set[Node] = set()
     for task in tasks:
-        if task.kind is not JobClass.SPEC:
+        if task.kind is not JobClass.SPEC and not task.parked:
             active.update((task.target, *task.target.ancestors()))
     while pool.free_pages < wanted:
         victims = [

@@ -318,7 +318,7 @@ class Scheduler:
         """Add speculative chunks to the tick; False if there was no room for any."""
         config = self.config
         limit = config.gamma_ms if self.decoding else config.ttft_slo_ms / 2
-        alone = not tick.items and not self.decoding
+        alone = not tick.items
         if budget < 1 or works < 1 or (tick.tokens and tick.ms() >= limit):
             return False
         counters = {tenant: self.meter.counter(tenant) for tenant in {j.tenant for j in jobs}}
@@ -334,7 +334,7 @@ class Scheduler:
             want = min(job.chunk, job.remaining, budget)
             fit = self._fit(job, want, tick, limit)
             if not fit and alone and len(tick.items) == before:
-                # A machine too slow for the SLO must still get on when nothing else is to do.
+                # A machine too slow for the SLO must still get on when nothing else runs.
                 fit = min(config.page_size, want)
             if fit:
                 tick.add(job, fit)

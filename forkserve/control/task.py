@@ -21,6 +21,8 @@ class Task(Job):
     upto: None follows the end of the target, as for committed work.
     wake_ms: not before this time (a commit gives the generation that follows it a moment to share
     its pass); the loop clears `held` then.
+    serial: order of creation: when pages run out the oldest goes on.  privileged: it was the oldest
+    of several that could not all go on; the others wait until it is done.
     """
 
     tree: ContextTree
@@ -28,6 +30,9 @@ class Task(Job):
     upto: int | None = None
     generation_handle: Generation | None = None
     wake_ms: float = 0.0
+    serial: int = 0
+    privileged: bool = False
+    parked: bool = False  # waits, without rows, until another task ends
     error: BaseException | None = None
     done: bool = False
 

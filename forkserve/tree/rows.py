@@ -151,12 +151,14 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
         return _grow(tree, node, last, begin, count)
     before = last if last is not None else _segment_at(node.parent, begin)
     rest = (begin - before.start) % size if before is not None else 0
-    if rest and last is None and _adoptable(tree, node, begin):
+    # A child that forked before this node had a row must not see its page: it would be written.
+    seen = last is None and any(child.alias_len <= begin for child in node.children.values())
+    if rest and last is None and not seen and _adoptable(tree, node, begin):
         extra = pool.pages_for(rest + count) - 1
         if extra > pool.free_pages:
             raise OutOfPages(extra, pool.free_pages, pool.capacity)
         return _grow(tree, node, _adopt(tree, node, begin, rest), begin, count)
-    freeze = rest == 0 or _freezes(tree, node, begin, rest, count)
+    freeze = rest == 0 or seen or _freezes(tree, node, begin, rest, count)
     start = begin if freeze else begin - rest
     fresh = pool.alloc(pool.pages_for(begin + count - start))
     segment = new_segment(start, list(fresh), begin)
@@ -166,7 +168,7 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
         source = before.pages[(begin - before.start) // size]
         copies.append(RowCopy(source, 0, fresh[0], 0, rest))
     node.segments.append(segment)
-    node.evicted = False
+    _resident(node)
     write = Span(segment.key, segment.pages, begin, count, begin - start)
     return Reservation(node, segment, begin, count, write, copies, fresh, created=True)
 
@@ -252,9 +254,18 @@ def _grow(tree: ContextTree, node: Node, segment: Segment, begin: int, count: in
         kept[-1] = fresh[0]
         tree.epoch += 1
     segment.pages = kept + fresh[borrowed:]
-    node.evicted = False
+    _resident(node)
     write = Span(segment.key, segment.pages, begin, count, begin - segment.start)
     return Reservation(node, segment, begin, count, write, copies, fresh, dropped, before)
+
+
+def _resident(node: Node) -> None:
+    """The node is about to have rows: it and what is above it count as present again."""
+    node.evicted = False
+    for above in node.ancestors():
+        if not above.evicted:
+            break
+        above.evicted = False
 
 
 def _watched(node: Node, segment: Segment) -> bool:
