@@ -9,24 +9,23 @@ from any thread; two threads may not be at the same line of a session at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from forkserve.config import ForkServeConfig
 from forkserve.control import lines, merging
-from forkserve.control.candidates import grammar_branches
 from forkserve.control.commit import CommitResult
 from forkserve.control.core import Core
+from forkserve.control.experience import Experience
 from forkserve.control.join import JoinResult, plan_join
 from forkserve.control.retention import ttl_s
-from forkserve.control.speculation import Request, Speculation, speculate
-from forkserve.decoding import Decoding
-from forkserve.errors import AdmissionRefused, ConfigError, NodeError, SessionError
+from forkserve.errors import ConfigError, NodeError, SessionError
+from forkserve.speculating import Speculating
 from forkserve.tree.node import Node
 from forkserve.tree.spine import take_prefix
 from forkserve.tree.tree import ContextTree
-from forkserve.types import JobClass, JoinPolicy, NodeMode, Tokens, derive_seed
+from forkserve.types import JoinPolicy, NodeMode, Tokens, derive_seed
 
 if TYPE_CHECKING:
     from forkserve.engine.protocol import Backend
@@ -56,7 +55,7 @@ class SessionHandle:
         return f"SessionHandle(id={self.id!r}, root={self.root}, tenant={self.tenant!r})"
 
 
-class Engine(Decoding):
+class Engine(Speculating):
     """Verbs over a backend.
 
     config: defaults to the backend's.  With ``config.background`` the loop runs in a thread of its
@@ -67,7 +66,6 @@ class Engine(Decoding):
         if config is not None and config != backend.config:
             raise ConfigError("engine and backend have different configs; give both the same one")
         super().__init__(Core(backend))
-        self.config = backend.config
         self._opened = 0
 
     # ---------------------------------------------------------------- open and close
@@ -114,6 +112,7 @@ class Engine(Decoding):
             )
             root = tree.open_root(ids, core.clock.now_ms())
             core.trees[name] = tree
+            core.experience[name] = Experience(self.config)
             core.meter.open(tenant)
             self._seeds[name] = (
                 derive_seed(self.config.seed, self._opened) if seed is None else seed
@@ -267,90 +266,6 @@ class Engine(Decoding):
             tree.set_mode(target, NodeMode.IDLE)
             core.arm(target, core.clock.now_ms() + life * 1e3)
             return life
-
-    # ---------------------------------------------------------------- speculation
-
-    def speculate(
-        self,
-        session: str,
-        node: int,
-        *,
-        priority: float = 1.0,
-        t_idle_ms: float = 1e9,
-        guess: Tokens | str = (),
-        q: float = 0.0,
-        schema_stable: bool = True,
-        strict: bool = False,
-    ) -> Speculation:
-        """Let the engine prefill a branch while nothing better is to do.
-
-        priority: probability that the branch is taken.  t_idle_ms: expected pause.
-        guess, q: tokens that may follow the known ones, and the probability that they are a prefix
-        of what will be observed; refused below config.q_min or for free-form text.
-        strict: raise AdmissionRefused when nothing was admitted, instead of only saying so.
-        """
-        ids = self._guard.ids(guess) if guess else []
-        with self._core.lock:
-            tree = self._core.tree(session)
-            target = tree.get(node)
-            self._guard.fits(target.length + len(ids), "guess")
-            request = Request(target, priority, ids, q, schema_stable)
-            got = speculate(self._core, tree, [request], t_idle_ms)[node]
-        if strict and not got:
-            reason = next(iter(got.refused), None)
-            raise AdmissionRefused(
-                reason.reason if reason else "empty",
-                reason.message if reason else f"node {node} has no token without KV",
-            )
-        return got
-
-    def speculate_set(
-        self, session: str, priorities: Mapping[int, float], *, t_idle_ms: float = 1e9
-    ) -> dict[int, Speculation]:
-        """`speculate` on several branches, {node: priority}, chosen together under one budget."""
-        with self._core.lock:
-            tree = self._core.tree(session)
-            requests = [Request(tree.get(node), p) for node, p in priorities.items()]
-            return speculate(self._core, tree, requests, t_idle_ms)
-
-    def speculate_from_grammar(
-        self,
-        session: str,
-        parent: int,
-        masses: Mapping[str, float],
-        wrappers: Mapping[str, Tokens],
-        generic: Tokens,
-        *,
-        t_idle_ms: float = 1e9,
-    ) -> dict[str, int]:
-        """Fork and speculate on the likeliest tool wrappers; returns node ids by branch name.
-
-        masses: probability of each tool name under constrained decoding.  The top
-        config.grammar_top_m get a branch each, the rest share "other" with the generic wrapper.
-        """
-        branches = grammar_branches(masses, wrappers, generic, self.config.grammar_top_m)
-        with self._core.lock:
-            nodes = {b.branch: self.fork(session, parent, b.branch, b.tokens) for b in branches}
-            weights = {nodes[b.branch]: b.p for b in branches}
-            self.speculate_set(session, weights, t_idle_ms=t_idle_ms)
-        return nodes
-
-    def drain_slack(self) -> int:
-        """Run speculation: one tick's share, or with a background loop all that is queued.
-
-        Returns the tokens that ran, 0 when nothing is left.
-        """
-        core, loop = self._core, self._loop
-        before = loop.speculated
-        whole = self.config.background
-
-        def done() -> bool:
-            return (not whole and loop.speculated > before) or not core.scheduler.jobs(
-                JobClass.SPEC
-            )
-
-        loop.run_until(done)
-        return loop.speculated - before
 
     # ---------------------------------------------------------------- commit and join
 

@@ -16,6 +16,7 @@ class Inspection:
     def __init__(self, core: Core) -> None:
         self._core = core
         self.backend = core.backend
+        self.config = core.config
 
     def tip(self, session: str) -> int:
         """Node at the end of the session's committed main line."""
@@ -49,6 +50,11 @@ class Inspection:
             return self._core.stats()
 
     def check(self) -> None:
-        """Check every invariant of the design from scratch; AssertionError with the numbers."""
+        """Check every invariant of the design from scratch; AssertionError with the numbers.
+
+        Waits for the batch in flight, whose rows are promised and not there yet.
+        """
         with self._core.lock:
+            while self._core.in_flight:
+                self._core.changed.wait()
             check_all(self._core.pool, self._core.trees.values(), self._core.index)

@@ -23,7 +23,7 @@ from forkserve.tree.rows import cut, missing
 from forkserve.tree.tree import ContextTree, committed
 from forkserve.types import HitClass, NodeMode
 
-__all__ = ["CommitResult", "Outcome", "apply_commit"]
+__all__ = ["CommitResult", "Outcome", "apply_commit", "matching"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,18 @@ class Outcome:
 
 
 def apply_commit(
-    tree: ContextTree, node: Node, observed: Sequence[int], branch: str | None, now_ms: float
+    tree: ContextTree,
+    node: Node,
+    observed: Sequence[int],
+    chain: list[Node],
+    branch: str | None,
+    now_ms: float,
 ) -> Outcome:
-    """Move the tip of the node's line over `observed`.  Nothing here can fail half-way.
+    """Move the tip of the node's line over `observed`, along the nodes that `matching` found.
 
-    `branch` breaks ties between children that match equally far; then the lowest id wins.
+    Nothing here can fail half-way.
     """
     tokens = array("i", observed)
-    chain = _longest(tree, node, tokens, branch)
     lcp = node.length
     for winner in chain:
         lcp += tree.match(winner, tokens[lcp - node.length :])
@@ -112,8 +116,14 @@ def apply_commit(
     return Outcome(result, winner, losers, used, wasted)
 
 
-def _longest(tree: ContextTree, node: Node, tokens: array[int], branch: str | None) -> list[Node]:
-    """Children that hold a prefix of `tokens`, each right to its end but the last."""
+def matching(
+    tree: ContextTree, node: Node, observed: Sequence[int], branch: str | None
+) -> list[Node]:
+    """Nodes below `node` that hold a prefix of `observed`, each right to its end but the last.
+
+    `branch` breaks ties between children that match equally far; then the lowest id wins.
+    """
+    tokens = array("i", observed)
     chain: list[Node] = []
     parent, done = node, 0
     while done < len(tokens):

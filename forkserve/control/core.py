@@ -6,6 +6,7 @@ import threading
 from math import inf
 from typing import TYPE_CHECKING
 
+from forkserve.control.experience import Experience
 from forkserve.control.fairness import FairMeter
 from forkserve.control.generation import Generation
 from forkserve.control.planner import Planner, PoolView
@@ -44,6 +45,7 @@ class Core:
         )
         self.index = PrefixIndex(self.pool)
         self.trees: dict[str, ContextTree] = {}
+        self.experience: dict[str, Experience] = {}
         self.meter = FairMeter(self.config)
         self.scheduler = Scheduler(self.config, self.meter)
         self.planner = Planner(self.config, backend.predict_ms)
@@ -268,15 +270,17 @@ class Core:
         )
 
     def close_tree(self, tree: ContextTree) -> None:
-        """Release everything a session holds."""
+        """Release everything a session holds; who still waits on it gets a SessionError."""
         for node in list(tree):
-            self.forget(tree, node)
+            task = self.tasks.get((tree.session, node.id))
+            if task is not None:
+                self.finish(task, SessionError(f"session '{tree.session}' was closed meanwhile"))
         for node in [*tree, *tree.dead]:
             release(tree, node)
             node.mode = NodeMode.DEAD
         tree.nodes.clear()
         tree.dead.clear()
-        del self.trees[tree.session]
+        del self.trees[tree.session], self.experience[tree.session]
         self.planner.ledger.release_session(tree.session)
         if not any(other.tenant == tree.tenant for other in self.trees.values()):
             self.meter.close(tree.tenant)

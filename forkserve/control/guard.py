@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from operator import index
 
 from forkserve.control.core import Core
+from forkserve.control.lines import require_quiet
 from forkserve.control.loop import Loop
 from forkserve.errors import ConfigError, ContextOverflow, SessionError
 from forkserve.tree.node import Node
@@ -48,12 +49,7 @@ class Guard:
 
     def idle(self, tree: ContextTree, node: Node) -> None:
         """Raise SessionError while a generation runs on the node."""
-        task = self._core.tasks.get((tree.session, node.id))
-        if task is not None and task.generation_handle is not None:
-            raise SessionError(
-                f"a generation is running on node {node.id} of session '{tree.session}'; wait for "
-                "it, cancel it, or give each thread a branch of its own"
-            )
+        require_quiet(self._core, tree, node)
 
     @contextmanager
     def settled(self, session: str) -> Iterator[ContextTree]:

@@ -10,12 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forkserve.control.core import Core
-from forkserve.errors import NodeError
+from forkserve.errors import NodeError, SessionError
 from forkserve.tree.node import MAIN_LINE, Node
 from forkserve.tree.tree import ContextTree, committed
 from forkserve.types import JobClass, NodeMode
 
-__all__ = ["abort", "attempt", "promote", "require_tip", "settle_speculation"]
+__all__ = [
+    "abort",
+    "attempt",
+    "promote",
+    "require_known",
+    "require_quiet",
+    "require_tip",
+    "settle_speculation",
+]
 
 
 def require_tip(tree: ContextTree, node: Node, doing: str) -> None:
@@ -39,6 +47,16 @@ def require_known(node: Node) -> None:
         raise NodeError(
             f"the last {node.length - node.known} tokens of node {node.id} are a guess; "
             "commit what was really observed"
+        )
+
+
+def require_quiet(core: Core, tree: ContextTree, node: Node) -> None:
+    """Raise SessionError while a generation runs on the node."""
+    task = core.tasks.get((tree.session, node.id))
+    if task is not None and task.generation_handle is not None:
+        raise SessionError(
+            f"a generation is running on node {node.id} of session '{tree.session}'; wait for it, "
+            "cancel it, or give each thread a branch of its own"
         )
 
 
@@ -66,6 +84,8 @@ def promote(core: Core, tree: ContextTree, node: Node) -> None:
     fresh, base = path[:-1], path[-1]
     for member in fresh:
         require_known(member)
+        if member is not node:  # it would be the tip of nothing, and go on growing
+            require_quiet(core, tree, member)
     for child in list(base.children.values()):
         if child.line == MAIN_LINE and committed(child):
             tree.split_line(child)

@@ -7,7 +7,9 @@ that a fork or an abort never waits for a forward pass.
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -23,6 +25,16 @@ from forkserve.tree.spine import take_prefix
 from forkserve.types import Batch, BatchResult, JobClass, NodeMode, SampleSpec, Work
 
 __all__ = ["Loop", "Ran"]
+
+_running: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_loops() -> None:
+    """A thread inside a forward pass must not outlive the interpreter."""
+    for loop in list(_running):
+        loop.shutdown()
+
 
 _POLL_S = 0.05  # how often an idle background loop looks at timers
 
@@ -66,6 +78,7 @@ class Loop:
         self._broken: BaseException | None = None
         self._thread: threading.Thread | None = None
         if background:
+            _running.add(self)
             self._thread = threading.Thread(target=self._serve, name="forkserve-loop", daemon=True)
             self._thread.start()
 

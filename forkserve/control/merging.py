@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forkserve.control.commit import CommitResult, apply_commit
+from forkserve.control.commit import CommitResult, apply_commit, matching
 from forkserve.control.core import Core
 from forkserve.control.join import JoinPlan, JoinResult
+from forkserve.control.lines import require_quiet
 from forkserve.errors import OutOfPages
 from forkserve.tree.node import Node, new_segment
 from forkserve.tree.rows import missing, spans
@@ -22,13 +23,21 @@ _COMPANION_MS = 2.0  # how long a commit's tail waits for a generation that shar
 def commit(
     core: Core, tree: ContextTree, node: Node, observed: Sequence[int], branch: str | None
 ) -> CommitResult:
-    """Bind `observed` after `node`, abort the losers, queue the tail as committed work."""
+    """Bind `observed` after `node`, abort the losers, queue the tail as committed work.
+
+    Raises SessionError, and changes nothing, when it would cut or extend an attempt on which a
+    generation runs.
+    """
     now = core.clock.now_ms()
-    outcome = apply_commit(tree, node, observed, branch, now)
+    chain = matching(tree, node, observed, branch)
+    for member in chain:
+        require_quiet(core, tree, member)
+    outcome = apply_commit(tree, node, observed, chain, branch, now)
     for loser in outcome.losers:
         core.abort(tree, loser, lazy=core.config.lazy_abort)
     trim(tree, node)
     core.count.commits += 1
+    core.experience[tree.session].took(node.branch, outcome.winner.branch)
     core.count.hits[outcome.result.hit] += 1
     core.count.wasted += outcome.wasted
     core.meter.commit_speculative(tree.tenant, outcome.used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,13 +10,15 @@ from forkserve.control.candidates import Candidate
 from forkserve.control.core import Core
 from forkserve.control.planner import Admission, Load, Plan, Refusal
 from forkserve.control.retention import ttl_s
-from forkserve.errors import ConfigError, NodeError
+from forkserve.errors import ConfigError, ForkServeError, NodeError
 from forkserve.tree.node import Node
 from forkserve.tree.rows import missing
 from forkserve.tree.tree import ContextTree
 from forkserve.types import JobClass, NodeMode
 
 __all__ = ["Request", "Speculation", "speculate"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +54,17 @@ def speculate(
     candidates = [_candidate(core, tree, request, t_idle_ms) for request in requests]
     guesses = {request.node.id: request.guess for request in requests}
     core.count.speculates += len(requests)
-    plan = core.planner.plan(
-        candidates,
-        core.pool_view(),
-        speculating=_speculating(core, tree, guesses),
-        load=_load(core, tree),
-    )
+    speculating = _speculating(core, tree, guesses)
+    try:
+        plan = core.planner.plan(
+            candidates, core.pool_view(), speculating=speculating, load=_load(core, tree, guesses)
+        )
+    except ForkServeError:
+        raise
+    except Exception:
+        _log.exception("the planner failed; nothing is speculated")
+        core.count.refusals["planner_failed"] += len(requests)
+        return {node: Speculation(node, 0) for node in guesses}
     admitted: dict[int, list[Admission]] = {}
     for admission in plan.admitted:
         admitted.setdefault(admission.candidate.node, []).append(admission)
@@ -128,11 +136,12 @@ def _speculating(
     return busy
 
 
-def _load(core: Core, tree: ContextTree) -> Load:
+def _load(core: Core, tree: ContextTree, replanned: Mapping[int, object]) -> Load:
     now = core.clock.now_ms()
     backlog = sum(
         core.backend.predict_ms(job.remaining, job.context)
         for job in core.scheduler.jobs(JobClass.SPEC)
+        if job.session != tree.session or job.node not in replanned
     )
     return Load(
         decoding=core.scheduler.decoding,

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from forkserve.clock import Clock, VirtualClock
 from forkserve.config import ForkServeConfig
+from forkserve.engine.protocol import Tokenizer
 from forkserve.engine.sampling import sample
 from forkserve.errors import BackendError
 from forkserve.types import Batch, BatchResult, ModelInfo, SampleSpec, Span, Work, WorkResult
@@ -101,7 +102,7 @@ class MockBackend:
         on_batch: Callable[[Batch], None] | None = None,
     ) -> None:
         self.config = config or ForkServeConfig()
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer: Tokenizer = ByteTokenizer()
         self.clock: Clock = clock or VirtualClock()
         self.step_ms = step_ms
         self.prefill_us = prefill_us

@@ -1,0 +1,277 @@
+"""A branch of a session as an object; see `forkserve.session`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forkserve.control.commit import CommitResult
+from forkserve.control.generation import Generation
+from forkserve.control.lines import require_known
+from forkserve.control.speculation import Speculation
+from forkserve.errors import NodeError
+from forkserve.reply import Speaker
+from forkserve.tree.node import Node
+from forkserve.tree.tree import committed as on_a_line
+from forkserve.types import NodeMode, SamplingParams, Tokens
+
+if TYPE_CHECKING:
+    from forkserve.session import Session
+
+__all__ = ["Branch"]
+
+
+class Branch(Speaker):
+    """A way on from some point of a session.
+
+    It follows what is committed to it: `tip` is the node at its end, as `SessionHandle.tip` is
+    that of a session; `id` names its first node for good.  (`parent` is the exception: it names
+    one node and stays there, so that forking it goes another way.)
+
+    A branch is born *speculative*: a guess, or text that is known to come.  `generate` makes it an
+    *attempt*, which runs for real beside the main line.  `commit` makes it part of the line that it
+    left.
+
+    Leaving it as a context manager aborts it unless it is part of its parent's line by then.
+    Aborted, or having lost a commit, it is dead: `alive` is false and every verb raises NodeError.
+    """
+
+    def __init__(self, session: Session, node: int, *, pinned: bool = False) -> None:
+        self.session = session
+        self.id = node
+        self.name = session._open().get(node).branch
+        self.engine = session.engine
+        self._dropped = session._dropped
+        self._pinned = pinned
+
+    def __enter__(self) -> Branch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.alive and not self.committed:
+            self.abort()
+
+    async def __aenter__(self) -> Branch:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.__exit__()
+
+    def __repr__(self) -> str:
+        return f"Branch({self.session.id!r}, {self.id}, {self.name!r}, {self.mode.value})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Branch) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[int, int, bool]:
+        return id(self.session), self.id, self._pinned
+
+    # ---------------------------------------------------------------- looking in
+
+    @property
+    def alive(self) -> bool:
+        """False once it was aborted, lost a commit, or its session was closed."""
+        return not self.session.closed and self.id in self.session._tree.nodes
+
+    @property
+    def mode(self) -> NodeMode:
+        """Of its tip: SPEC, COMMIT (an attempt, or committed), IDLE, or DEAD."""
+        return self._last().mode if self.alive else NodeMode.DEAD
+
+    @property
+    def committed(self) -> bool:
+        """Whether it is part of its parent's line (the root is part of the main line)."""
+        node = self._first()
+        return on_a_line(node) and (node.parent is None or node.parent.line == node.line)
+
+    @property
+    def tip(self) -> int:
+        """Node at its end."""
+        return self._last().id
+
+    @property
+    def parent(self) -> Branch | None:
+        """The node that it left, pinned; None for the root."""
+        above = self._first().parent
+        return Branch(self.session, above.id, pinned=True) if above is not None else None
+
+    @property
+    def children(self) -> list[Branch]:
+        """The live branches that leave its tip, oldest first."""
+        return [Branch(self.session, child) for child in list(self._last().children)]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its own tokens, from where it left its parent."""
+        first, tree = self._first(), self.session._tree
+        return tree.tokens(self._last(), first.alias_len).tolist()
+
+    @property
+    def full_tokens(self) -> list[int]:
+        """All tokens from the root to its tip."""
+        return self.session._tree.tokens(self._last()).tolist()
+
+    @property
+    def text(self) -> str:
+        """Its own text, special tokens included."""
+        return self.session._decode(self.tokens)
+
+    @property
+    def full_text(self) -> str:
+        """The text from the root to its tip, special tokens included."""
+        return self.session._decode(self.full_tokens)
+
+    # ---------------------------------------------------------------- text that is known
+
+    def fork(self, name: str = "", text: str | Tokens = ()) -> Branch:
+        """A speculative branch that leaves the tip, with the text that is known to follow on it.
+
+        Costs the same however long the path is.  name: for commits, `Session.tip` and people;
+        by default b1, b2, ... within the session.
+        """
+        name = name or f"b{next(self.session._names)}"
+        tip = self._last()
+        return Branch(self.session, self.engine.fork(self.session.id, tip.id, name, text))
+
+    def append(self, text: str | Tokens) -> int:
+        """Add known text; returns the length of the whole sequence in tokens.
+
+        Branches that left before keep what they saw.  Raises NodeError after a `guess`.
+        """
+        return self.engine.append(self.session.id, self._last().id, text)
+
+    def speculate(
+        self,
+        *,
+        priority: float = 1.0,
+        t_idle_ms: float = 1e9,
+        guess: str | Tokens = (),
+        q: float = 0.0,
+        strict: bool = False,
+    ) -> Speculation:
+        """Let the engine prefill this branch while nothing better is to do; see `Engine.speculate`.
+
+        Never waits.  The answer says how much was admitted, and why the rest was not.
+        """
+        return self.engine.speculate(
+            self.session.id,
+            self._last().id,
+            priority=priority,
+            t_idle_ms=t_idle_ms,
+            guess=guess,
+            q=q,
+            strict=strict,
+        )
+
+    def attempt(self) -> Branch:
+        """Run it for real: a speculative branch, and those above it, become attempts.
+
+        Does nothing on committed text.  `generate` and `stream` do it by themselves.
+        """
+        path = [self._last()]
+        while not on_a_line(path[-1]):
+            require_known(path[-1])
+            above = path[-1].parent
+            assert above is not None, "the root is committed"
+            path.append(above)
+        for node in reversed(path[:-1]):
+            self.engine.attempt(self.session.id, node.id)
+        return self
+
+    # ---------------------------------------------------------------- choices
+
+    def commit(self, observed: str | Tokens | None = None, *, full: bool = False) -> CommitResult:
+        """Without `observed`: this branch is what happened; it becomes part of the line it left.
+
+        With it: that is what happened *after the last committed text of its path*, which is the
+        branch's own tip for an attempt or a committed branch, and for a speculative one the tip
+        that it left; there the branch with the longest common prefix wins (ties: this one), and
+        this one dies if it does not.  full: `observed` is the whole sequence.
+
+        Raises NodeError (dead; the line it left has gone on another way; committed already, and
+        nothing observed), SessionError (closed, in use, generating), ConfigError, ContextOverflow.
+        """
+        last = base = self._last()
+        if observed is None:
+            base, observed, full = *self._choice(), False
+        while not on_a_line(base):
+            assert base.parent is not None, "the root is committed"
+            base = base.parent
+        prefer = self.name if base is not last else None
+        return self.engine.commit(self.session.id, base.id, observed, full=full, branch=prefer)
+
+    async def acommit(
+        self, observed: str | Tokens | None = None, *, full: bool = False
+    ) -> CommitResult:
+        """`commit` for a coroutine."""
+        return await self.session._atomic(lambda: self.commit(observed, full=full))
+
+    def promote(self) -> Branch:
+        """Make its tip the tip of the main line, whatever the main line has become meanwhile.
+
+        What the main line held instead goes idle, as a line of its own; nothing is aborted.
+        """
+        self.engine.promote(self.session.id, self._last().id)
+        return self
+
+    async def apromote(self) -> Branch:
+        """`promote` for a coroutine."""
+        return await self.session._atomic(self.promote)
+
+    def abort(self, *, lazy: bool | None = None, cascade: bool = False) -> int:
+        """Drop it and all below it; returns the pages that became free.  Idempotent.
+
+        cascade: also drop speculative branches above that are left without a child.
+        Raises NodeError if it carries the main line.
+        """
+        self.session._open()
+        return self.engine.abort(self.session.id, self.id, lazy=lazy, cascade=cascade)
+
+    # ---------------------------------------------------------------- helpers
+
+    def _start(self, max_tokens: int, params: SamplingParams) -> Generation:
+        self.attempt()
+        return self.engine.start(self.session.id, max_tokens, node=self._last().id, params=params)
+
+    async def _astart(self, max_tokens: int, params: SamplingParams) -> Generation:
+        async with self.session._turn():
+            return self._start(max_tokens, params)
+
+    def _first(self) -> Node:
+        """Its first node, alive."""
+        return self.session._open().get(self.id)
+
+    def _last(self) -> Node:
+        """Its last node: where its own line ends."""
+        node = self._first()
+        if self._pinned or not on_a_line(node):
+            return node
+        line, below = node.line, node
+        while True:
+            children = list(below.children.values())
+            on = next((c for c in children if c.line == line and on_a_line(c)), None)
+            if on is None:
+                return below
+            below = on
+
+    def _choice(self) -> tuple[Node, list[int]]:
+        """The node that choosing this branch is a commit at, and the tokens to commit there."""
+        top, tree = self._first(), self.session._tree
+        if self.committed:
+            raise NodeError(
+                f"branch '{self.name}' (node {self.id}) is committed already; give commit() what "
+                "was observed after it"
+            )
+        while (base := top.parent) is not None and not on_a_line(base):
+            top = base
+        assert base is not None, "the root is committed"
+        own = tree.tokens(self._last(), top.alias_len)
+        grown = tree.tokens(base, top.alias_len)
+        if own[: len(grown)] != grown:
+            raise NodeError(
+                f"node {base.id} has grown by {len(grown)} tokens that branch '{self.name}' (node "
+                f"{self.id}) does not hold; promote() goes its way nevertheless"
+            )
+        return base, own[len(grown) :].tolist()

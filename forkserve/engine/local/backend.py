@@ -1,0 +1,199 @@
+"""The bundled engine: a decoder over paged KV, in PyTorch on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from forkserve.clock import Clock, SystemClock
+from forkserve.config import ForkServeConfig
+from forkserve.engine.local.checkpoint import open_checkpoint
+from forkserve.engine.local.cost import CostModel
+from forkserve.engine.local.decoder import Decoder
+from forkserve.engine.local.kv import PagedKV
+from forkserve.engine.protocol import Tokenizer
+from forkserve.engine.sampling import sample
+from forkserve.errors import BackendError, ConfigError
+from forkserve.kernels.plan import plan_attention
+from forkserve.types import Batch, BatchResult, ModelInfo, Work, WorkResult
+
+__all__ = ["LocalBackend"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_WARM_UP_ROWS = 16
+
+
+class LocalBackend:
+    """Satisfies `forkserve.engine.protocol.Backend`.
+
+    model: a GGUF file, a directory of safetensors, or "smollm2".  threads: None leaves torch's
+    own number.  Raises `ModelError` for weights that are missing, corrupt or unsupported.
+    """
+
+    def __init__(
+        self,
+        config: ForkServeConfig,
+        model: str | Path = "smollm2",
+        *,
+        dtype: str = "float32",
+        threads: int | None = None,
+    ) -> None:
+        if dtype not in _DTYPES:
+            raise ConfigError(f"dtype '{dtype}' is not supported; {', '.join(_DTYPES)} are")
+        if threads is not None:
+            if threads < 1:
+                raise ConfigError(f"threads={threads} is out of range; give at least 1")
+            torch.set_num_threads(threads)
+        self.config = config
+        self.clock: Clock = SystemClock()
+        source = open_checkpoint(model)
+        try:
+            spec = source.spec
+            context = min(spec.context, config.max_context or spec.context)
+            tokenizer = source.load_tokenizer()
+            self.tokenizer: Tokenizer = tokenizer
+            eos_ids = source.eos_ids(tokenizer)
+            with torch.inference_mode():
+                self._decoder: Decoder | None = Decoder(source, _DTYPES[dtype], context)
+        finally:
+            source.close()
+        self._kv = PagedKV(
+            layers=spec.layers,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            page_size=config.page_size,
+            capacity_pages=config.capacity_pages,
+            scratch_rows=max(config.max_batch_tokens, context, _WARM_UP_ROWS),
+            dtype=_DTYPES[dtype],
+        )
+        self.info = ModelInfo(
+            name=source.name,
+            vocab_size=spec.vocab,
+            max_context=context,
+            eos_ids=eos_ids,
+            kv_bytes_per_token=self._kv.bytes_per_token,
+            device="cpu",
+            dtype=dtype,
+            extra={
+                "family": spec.family,
+                "layers": spec.layers,
+                "heads": spec.heads,
+                "kv_heads": spec.kv_heads,
+                "head_dim": spec.head_dim,
+                "threads": torch.get_num_threads(),
+            },
+        )
+        self._cost = self._warm_up()
+
+    def execute(self, batch: Batch) -> BatchResult:
+        """Do the copies, then one forward pass over all works."""
+        begin = self.clock.now_ms()
+        if self._decoder is None:
+            raise BackendError("this backend is closed")
+        with torch.inference_mode():
+            self._kv.copy(batch.copies)
+            results = self._run(self._decoder, batch.works) if batch.works else []
+        elapsed = self.clock.now_ms() - begin
+        rows = sum(len(work.tokens) for work in batch.works)
+        if rows:
+            attended = sum(len(work.tokens) * work.start for work in batch.works)
+            self._cost.observe(rows, attended / rows, elapsed)
+        return BatchResult(results, elapsed)
+
+    def predict_ms(self, new_tokens: int, context_tokens: int = 0) -> float:
+        """Predicted time of a pass over `new_tokens` rows that attend to `context_tokens` each."""
+        return self._cost.predict_ms(new_tokens, context_tokens)
+
+    def discard(self, pages: Sequence[int]) -> None:
+        """Long runs of freed pages go back to the operating system."""
+        if self._decoder is not None:
+            self._kv.discard(pages)
+
+    def close(self) -> None:
+        """Drop weights and KV.  Idempotent."""
+        self._decoder = None
+        self._kv.close()
+
+    # -- one pass --------------------------------------------------------------------------
+
+    def _run(self, decoder: Decoder, works: Sequence[Work]) -> list[WorkResult]:
+        kv = self._kv
+        self._check(works)
+        plan = plan_attention(works, kv.page_size, kv.capacity_rows)
+        ids = torch.tensor([token for work in works for token in work.tokens])
+        if int(ids.min()) < 0 or int(ids.max()) >= self.info.vocab_size:
+            raise BackendError(
+                f"token ids {int(ids.min())}..{int(ids.max())} are outside the vocabulary of "
+                f"{self.info.vocab_size}"
+            )
+        positions = torch.from_numpy(
+            np.concatenate([np.arange(w.start, w.start + len(w.tokens)) for w in works])
+        )
+        hidden = decoder.forward(ids, positions, plan, kv.layers)
+        return self._results(decoder, works, hidden)
+
+    def _check(self, works: Sequence[Work]) -> None:
+        """Refuse what would read or write outside the tensors."""
+        unwritten = 0
+        for work in works:
+            count = len(work.tokens)
+            if not count:
+                raise BackendError(f"work of node {work.node} has no tokens")
+            if work.start + count > self.info.max_context:
+                raise BackendError(
+                    f"work of node {work.node} ends at position {work.start + count}, beyond the "
+                    f"context of {self.info.max_context}"
+                )
+            unwritten += count if work.write is None else 0
+        if unwritten > self._kv.scratch_rows:
+            raise BackendError(
+                f"{unwritten} replayed rows in one batch; at most {self._kv.scratch_rows} fit"
+            )
+
+    def _results(
+        self, decoder: Decoder, works: Sequence[Work], hidden: torch.Tensor
+    ) -> list[WorkResult]:
+        """Logits of the rows that somebody asked for, and samples from them."""
+        wanted: list[int] = []
+        parts: list[tuple[int, int]] = []  # each work's range within `wanted`
+        end = 0
+        for work in works:
+            begin, end = end, end + len(work.tokens)
+            if work.all_logits:
+                rows = range(begin, end)
+            else:
+                rows = range(end - 1, end) if work.sample or work.logits else range(0)
+            parts.append((len(wanted), len(wanted) + len(rows)))
+            wanted.extend(rows)
+        if not wanted:
+            return [WorkResult() for _ in works]
+        logits = decoder.logits(hidden[wanted]).numpy()  # [len(wanted), V]
+        results = []
+        for work, (low, high) in zip(works, parts, strict=True):
+            result = WorkResult()
+            if work.all_logits:
+                result.logits = logits[low:high].copy()
+            elif work.logits:
+                result.logits = logits[high - 1].copy()
+            if work.sample is not None:
+                result.token, result.logprob = sample(logits[high - 1], work.sample)
+            results.append(result)
+        return results
+
+    def _warm_up(self) -> CostModel:
+        """A first cost model from passes over scratch rows; no page is touched."""
+
+        def time(rows: int) -> float:
+            work = Work("", 0, [0] * rows, 0, (), None, logits=True)
+            begin = self.clock.now_ms()
+            with torch.inference_mode():
+                assert self._decoder is not None
+                self._run(self._decoder, [work])
+            return self.clock.now_ms() - begin
+
+        rows = min(_WARM_UP_ROWS, self.info.max_context)
+        many = time(rows)  # first, since it also pays for touching the weights
+        return CostModel(time(1), rows, many)

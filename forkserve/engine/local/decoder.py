@@ -1,0 +1,138 @@
+"""The decoder: one forward pass for every family in `spec.FAMILIES`.
+
+Shapes: n rows of the batch, E hidden, H query heads, Hk kv heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from forkserve.engine.local.checkpoint import Checkpoint
+from forkserve.engine.local.linear import Linear
+from forkserve.engine.local.spec import FAMILIES
+from forkserve.kernels.plan import Plan
+from forkserve.kernels.rope import apply_rope, rope_table
+from forkserve.kernels.segment_attention import segment_attention
+from forkserve.kernels.write_kv import write_kv
+
+__all__ = ["Decoder"]
+
+# Rows of one pass through the MLP: its buffers stay in cache and are reused by the allocator
+# instead of being mapped afresh, which dominates element-wise work from about 2,048 rows on.
+_MLP_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one block.  qkv [(H + 2*Hk) * D, E], gate_up [2*F, E]."""
+
+    attn_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Linear
+    ffn_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """Weights and the forward pass.  No state besides them."""
+
+    def __init__(self, source: Checkpoint, dtype: torch.dtype, max_context: int) -> None:
+        self.spec = spec = source.spec
+        self.dtype = dtype
+        self.embed = _load(source, "embed", (spec.vocab, spec.hidden), dtype)
+        self.final_norm = _load(source, "final_norm", (spec.hidden,))
+        self.layers = [_load_layer(source, i, dtype) for i in range(spec.layers)]
+        tied = not source.has("head")
+        head = self.embed if tied else _load(source, "head", (spec.vocab, spec.hidden), dtype)
+        self.head = Linear(head)
+        factors = None
+        if source.has("rope_factors"):
+            factors = _load(source, "rope_factors", (spec.head_dim // 2,))
+        cos, sin = rope_table(spec.inv_freq(factors), max_context)
+        self.cos, self.sin = cos[:, None], sin[:, None]  # [max_context, 1, D]
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: Plan, kv: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """ids [n], positions [n] -> hidden [n, E] before the last norm; writes kv."""
+        spec = self.spec
+        heads, kv_heads = spec.heads, spec.kv_heads
+        cos, sin = self.cos[positions], self.sin[positions]
+        x = self.embed[ids].float()
+        for layer, rows in zip(self.layers, kv, strict=True):
+            h = F.rms_norm(x, (spec.hidden,), layer.attn_norm, spec.eps)
+            y = layer.qkv(h).view(x.shape[0], heads + 2 * kv_heads, spec.head_dim)
+            qk, v = y[:, : heads + kv_heads], y[:, heads + kv_heads :]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q = F.rms_norm(qk[:, :heads].float(), (spec.head_dim,), layer.q_norm, spec.eps)
+                k = F.rms_norm(qk[:, heads:].float(), (spec.head_dim,), layer.k_norm, spec.eps)
+                qk = torch.cat([q, k], 1)
+            qk = apply_rope(qk, cos, sin)
+            write_kv(rows[:kv_heads], plan.slots, qk[:, heads:])
+            write_kv(rows[kv_heads:], plan.slots, v)
+            o = segment_attention(qk[:, :heads].to(self.dtype), rows, plan)
+            x += layer.out(o)
+            self._mlp(layer, x)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [m, E] -> logits [m, V] in float32."""
+        spec = self.spec
+        return self.head(F.rms_norm(hidden, (spec.hidden,), self.final_norm, spec.eps)).float()
+
+    def _mlp(self, layer: Layer, x: torch.Tensor) -> None:
+        """x [n, E] += MLP(norm(x)), in place."""
+        spec = self.spec
+        for part in x.split(_MLP_ROWS):
+            h = F.rms_norm(part, (spec.hidden,), layer.ffn_norm, spec.eps)
+            gate_up = layer.gate_up(h)
+            act = F.silu(gate_up[:, : spec.ffn]).mul_(gate_up[:, spec.ffn :])
+            part += layer.down(act)
+
+
+def _load(
+    source: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
+    source.read(name, tensor)
+    return tensor
+
+
+def _load_layer(source: Checkpoint, i: int, dtype: torch.dtype) -> Layer:
+    spec, family = source.spec, FAMILIES[source.spec.family]
+    q, k = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    e, f = spec.hidden, spec.ffn
+
+    def vector(name: str, size: int) -> torch.Tensor:
+        return _load(source, f"{i}.{name}", (size,))
+
+    def linear(sizes: dict[str, int], inputs: int, bias: bool | None = None) -> Linear:
+        """The named products as one, with their biases (None: if the checkpoint has them)."""
+        if bias is None:
+            bias = source.has(f"{i}.{next(iter(sizes))}.bias")
+        weight = torch.empty(sum(sizes.values()), inputs, dtype=dtype)
+        shift = torch.empty(sum(sizes.values()), dtype=dtype) if bias else None
+        low = 0
+        for name, size in sizes.items():
+            source.read(f"{i}.{name}", weight[low : low + size])
+            if shift is not None:
+                source.read(f"{i}.{name}.bias", shift[low : low + size])
+            low += size
+        return Linear(weight, shift)
+
+    return Layer(
+        attn_norm=vector("attn_norm", e),
+        qkv=linear({"q": q, "k": k, "v": k}, e, family.qkv_bias),
+        q_norm=vector("q_norm", spec.head_dim) if family.qk_norm else None,
+        k_norm=vector("k_norm", spec.head_dim) if family.qk_norm else None,
+        out=linear({"o": e}, q),
+        ffn_norm=vector("ffn_norm", e),
+        gate_up=linear({"gate": f, "up": f}, e),
+        down=linear({"down": e}, f),
+    )

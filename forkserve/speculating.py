@@ -1,0 +1,159 @@
+"""The verbs that use idle time: speculate and its variants, observe, drain_slack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from forkserve.control.candidates import grammar_branches
+from forkserve.control.experience import UNBOUNDED_MS
+from forkserve.control.speculation import Request, Speculation, speculate
+from forkserve.decoding import Decoding
+from forkserve.errors import AdmissionRefused, ConfigError
+from forkserve.tree.node import Node
+from forkserve.types import JobClass, Tokens
+
+__all__ = ["Speculating"]
+
+
+class Speculating(Decoding):
+    """The speculative part of `Engine`."""
+
+    def speculate(
+        self,
+        session: str,
+        node: int,
+        *,
+        priority: float = 1.0,
+        t_idle_ms: float | None = None,
+        tool: str | None = None,
+        guess: Tokens | str = (),
+        q: float = 0.0,
+        schema_stable: bool = True,
+        strict: bool = False,
+    ) -> Speculation:
+        """Let the engine prefill a branch while nothing better is to do.
+
+        priority: probability that the branch is taken.  t_idle_ms: expected pause.
+        guess, q: tokens that may follow the known ones, and the probability that they are a prefix
+        of what will be observed; refused below config.q_min or for free-form text.
+        tool: fills in what is left open from what `observe` has learned of this tool: the pause,
+        and how its output begins.
+        strict: raise AdmissionRefused when nothing was admitted, instead of only saying so.
+        """
+        ids = self._guard.ids(guess) if guess else []
+        with self._core.lock:
+            tree = self._core.tree(session)
+            target = tree.get(node)
+            learned = self._core.experience[session]
+            if tool is not None and not ids and target.known == target.length:
+                likely, q = learned.output(tool)
+                ids = list(likely)
+            self._guard.fits(target.length + len(ids), "guess")
+            request = Request(target, priority, ids, q, schema_stable)
+            pause = learned.pause_ms(tool) if t_idle_ms is None else t_idle_ms
+            got = speculate(self._core, tree, [request], pause)[node]
+        if strict and not got:
+            reason = next(iter(got.refused), None)
+            raise AdmissionRefused(
+                reason.reason if reason else "empty",
+                reason.message if reason else f"node {node} has no token without KV",
+            )
+        return got
+
+    def speculate_set(
+        self,
+        session: str,
+        nodes: Mapping[int, float] | Sequence[int],
+        *,
+        t_idle_ms: float = UNBOUNDED_MS,
+    ) -> dict[int, Speculation]:
+        """`speculate` on several branches, chosen together under one budget.
+
+        nodes: {node: priority}; a plain sequence takes the priorities from how often branches of
+        these names were committed in this session, uniform at first.
+        """
+        with self._core.lock:
+            tree = self._core.tree(session)
+            targets = [tree.get(node) for node in nodes]
+            if isinstance(nodes, Mapping):
+                weights = [float(p) for p in nodes.values()]
+            else:
+                weights = self._experienced(session, targets)
+            requests = [Request(n, p) for n, p in zip(targets, weights, strict=True)]
+            return speculate(self._core, tree, requests, t_idle_ms)
+
+    def _experienced(self, session: str, targets: Sequence[Node]) -> list[float]:
+        """Priorities of branches by what was taken before; names shared by several are split."""
+        learned = self._core.experience[session]
+        names = [n.branch for n in targets]
+        role = targets[0].parent.branch if targets and targets[0].parent is not None else ""
+        ranked = learned.priorities(role, list(dict.fromkeys(names)))
+        return [ranked[name] / names.count(name) for name in names]
+
+    def observe(
+        self,
+        session: str,
+        tool: str,
+        *,
+        ms: float | None = None,
+        output: Tokens | str | None = None,
+        schema_stable: bool = False,
+    ) -> None:
+        """Tell the engine how long a tool took, and what it returned.
+
+        ms feeds the expected pause of this tool, in this session.  output is learned only for a
+        tool whose output has a stable shape (JSON, XML, a diff): the model never drafts it.
+        """
+        ids = self._guard.ids(output) if output is not None else None
+        if ms is not None and not 0 <= ms < UNBOUNDED_MS:
+            raise ConfigError(f"ms={ms} of tool '{tool}' is no time")
+        with self._core.lock:
+            self._core.tree(session)
+            self._core.experience[session].tool_ran(tool, ms, ids, schema_stable)
+
+    def speculate_from_grammar(
+        self,
+        session: str,
+        parent: int,
+        masses: Mapping[str, float],
+        wrappers: Mapping[str, Tokens],
+        generic: Tokens,
+        *,
+        t_idle_ms: float = UNBOUNDED_MS,
+    ) -> dict[str, int]:
+        """Fork and speculate on the likeliest tool wrappers; returns node ids by branch name.
+
+        masses: probability of each tool name under constrained decoding.  The top
+        config.grammar_top_m get a branch each, the rest share "other" with the generic wrapper.
+        """
+        core = self._core
+        branches = grammar_branches(masses, wrappers, generic, self.config.grammar_top_m)
+        texts = [self._guard.ids(branch.tokens) for branch in branches]
+        with core.lock:
+            tree = core.tree(session)
+            target = tree.get(parent)
+            self._guard.fits(target.length + max(map(len, texts), default=0), "branch")
+            requests = [
+                Request(tree.fork(target, branch.branch, text, core.clock.now_ms()), branch.p)
+                for branch, text in zip(branches, texts, strict=True)
+            ]
+            core.count.forks += len(requests)
+            speculate(core, tree, requests, t_idle_ms)
+            return {request.node.branch: request.node.id for request in requests}
+
+    def drain_slack(self) -> int:
+        """Run speculation: one tick's share, or with a background loop all that is queued.
+
+        Returns the tokens that ran, 0 when nothing is left.
+        """
+        core, loop = self._core, self._loop
+        before = loop.speculated
+        whole = self.config.background
+
+        def done() -> bool:
+            return (not whole and loop.speculated > before) or not core.scheduler.jobs(
+                JobClass.SPEC
+            )
+
+        loop.run_until(done)
+        return loop.speculated - before
