@@ -1,0 +1,127 @@
+"""Choice and grammar constraints over a byte-level tokenizer."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from forkserve.engine.constraints import ChoiceConstraint, GrammarConstraint
+from forkserve.engine.local.tokenizer import LocalTokenizer
+from forkserve.errors import ConfigError, MissingExtra
+from forkserve.types import Constraint
+
+from .conftest import tiny_tokenizer
+
+EOS = (257,)
+SIZE = 258
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LocalTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer(folder)
+    return LocalTokenizer.from_folder(folder)
+
+
+def walk(constraint: Constraint, draw: random.Random, limit: int = 200) -> list[int]:
+    """Random tokens that the constraint allows, to its end."""
+    out: list[int] = []
+    while len(out) < limit:
+        allowed = constraint.allowed(out)
+        assert allowed is not None
+        if not len(allowed):
+            return out
+        out.append(draw.choice(list(allowed)))
+    return out
+
+
+def test_choices_are_the_only_texts(tokenizer: LocalTokenizer) -> None:
+    choices = ["yes", "no", "nothing", "naïve"]
+    constraint = ChoiceConstraint(tokenizer, choices, EOS)
+    draw, seen = random.Random(0), set()
+    for _ in range(100):
+        out = walk(constraint, draw)
+        assert out[-1] == EOS[0]
+        seen.add(tokenizer.decode_bytes(out[:-1]).decode())
+    assert seen == set(choices)
+
+
+def test_a_choice_that_begins_another_may_end(tokenizer: LocalTokenizer) -> None:
+    constraint = ChoiceConstraint(tokenizer, ["no", "nothing"], EOS)
+    t, no = tokenizer.encode("t")[0], tokenizer.encode("no")
+    assert set(constraint.allowed(no)) == {t, *EOS}
+    assert constraint.allowed([*no, *EOS]) == ()
+    assert constraint.allowed(tokenizer.encode("x")) == ()
+
+
+def test_choices_without_an_end_id_just_stop(tokenizer: LocalTokenizer) -> None:
+    constraint = ChoiceConstraint(tokenizer, ["a", "b"])
+    assert constraint.allowed(tokenizer.encode("a")) == ()
+
+
+@pytest.mark.parametrize("choices", [[], [""], ["a", ""], "abc"])
+def test_bad_choices(tokenizer: LocalTokenizer, choices: list[str]) -> None:
+    with pytest.raises(ConfigError, match="choices"):
+        ChoiceConstraint(tokenizer, choices)
+
+
+def test_json_schema(tokenizer: LocalTokenizer) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"tool": {"enum": ["search", "calc"]}, "n": {"type": "integer"}},
+        "required": ["tool", "n"],
+        "additionalProperties": False,
+    }
+    constraint = GrammarConstraint.from_json_schema(tokenizer, schema, vocab_size=SIZE, eos_ids=EOS)
+    draw = random.Random(1)
+    for _ in range(5):
+        out = walk(constraint, draw)
+        value = json.loads(tokenizer.decode_bytes(out, skip_special=True))
+        assert value["tool"] in ("search", "calc")
+        assert isinstance(value["n"], int)
+
+
+def test_regex_in_any_order_of_calls(tokenizer: LocalTokenizer) -> None:
+    """Pure: answers do not depend on what was asked before."""
+    pattern = r"[0-9]{3}-(yes|no)"
+    constraint = GrammarConstraint.from_regex(tokenizer, pattern, vocab_size=SIZE, eos_ids=EOS)
+    draw = random.Random(2)
+    texts = [walk(constraint, draw) for _ in range(4)]
+    for out in texts:
+        assert re.fullmatch(pattern, tokenizer.decode_bytes(out[:-1]).decode())
+    prefixes = [out[:i] for out in texts for i in range(len(out) + 1)]
+    prefixes.append(tokenizer.encode("12x"))
+    answers = [tuple(constraint.allowed(prefix)) for prefix in prefixes]
+    order = list(range(len(prefixes)))
+    draw.shuffle(order)
+    for i in order:
+        assert tuple(constraint.allowed(prefixes[i])) == answers[i]
+    assert answers[-1] == ()
+
+
+def test_refused_grammars(tokenizer: LocalTokenizer) -> None:
+    with pytest.raises(ConfigError, match="refused"):
+        GrammarConstraint.from_regex(tokenizer, "(((", vocab_size=SIZE, eos_ids=EOS)
+    for schema in ('{"type": "nonsense"}', "no json"):
+        with pytest.raises(ConfigError, match="refused"):
+            GrammarConstraint.from_json_schema(tokenizer, schema, vocab_size=SIZE, eos_ids=EOS)
+    with pytest.raises(ConfigError, match="end id"):
+        GrammarConstraint.from_regex(tokenizer, "a", vocab_size=SIZE, eos_ids=())
+
+
+def test_without_the_library(tokenizer: LocalTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingExtra, match=r"forkserve\[engine\]"):
+        GrammarConstraint.from_regex(tokenizer, "a", vocab_size=SIZE, eos_ids=EOS)
+
+
+def test_folder_without_tokenizer(tmp_path: Path) -> None:
+    from forkserve.errors import ModelError
+
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        LocalTokenizer.from_folder(tmp_path)

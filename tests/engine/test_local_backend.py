@@ -1,0 +1,228 @@
+"""The local backend's contract: ragged batches, replays, copies, discards, limits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forkserve.config import ForkServeConfig
+from forkserve.engine.local import LocalBackend
+from forkserve.engine.local.cost import CostModel
+from forkserve.errors import BackendError, ConfigError
+from forkserve.types import Batch, RowCopy, SampleSpec, SamplingParams, Span, Work
+
+from .conftest import VOCAB, Checkpoints, reference, tiny_config
+from .rig import Rig, greedy, kv_bytes
+
+
+@pytest.fixture
+def backend(checkpoint: Checkpoints) -> Iterator[LocalBackend]:
+    backend = LocalBackend(tiny_config(), checkpoint("llama")[1])
+    yield backend
+    backend.close()
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(VOCAB) for _ in range(count)]
+
+
+def mixed_works(rig: Rig, seed: int) -> list[Work]:
+    """Prefills, chunks and decodes of several trees, ready to run in one batch."""
+    draw = random.Random(seed)
+    nodes = []
+    for _ in range(2):
+        root = rig.root()
+        rig.run(rig.work(root, ids(draw.randrange(3, 120), draw.random())))
+        nodes += [root, *(rig.fork(root, draw.randrange(1, root.end + 1)) for _ in range(3))]
+    works = [rig.work(node, ids(draw.choice([1, 1, 1, 4, 30]), 7)) for node in nodes[1:]]
+    return [*works, rig.work(rig.root(), ids(17, 8))]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_row_does_not_depend_on_its_batch(backend: LocalBackend, seed: int) -> None:
+    rig = Rig(backend, seed)
+    works = mixed_works(rig, seed)
+    together = rig.logits(*works)
+    for work, want in zip(works, together, strict=True):
+        (alone,) = rig.logits(work)
+        np.testing.assert_allclose(alone, want, atol=1e-5, rtol=0)
+
+
+def test_results_are_given_where_they_are_asked(backend: LocalBackend) -> None:
+    rig = Rig(backend)
+    works = [
+        rig.work(rig.root(), ids(5)),
+        rig.work(rig.root(), ids(5), logits=True),
+        rig.work(rig.root(), ids(5), all_logits=True),
+        rig.work(rig.root(), ids(5), sample=greedy(5, logprobs=True)),
+    ]
+    nothing, last, every, drawn = rig.run(*works)
+    assert nothing.token is None
+    assert nothing.logits is None
+    assert every.logits.shape == (5, VOCAB)
+    np.testing.assert_allclose(last.logits, every.logits[-1], atol=1e-5)
+    assert drawn.logits is None
+    assert drawn.token == int(last.logits.argmax())
+    p = torch.log_softmax(torch.tensor(last.logits), 0)[drawn.token]
+    assert drawn.logprob == pytest.approx(float(p), abs=1e-4)
+
+
+def test_replay_gives_the_logits_and_writes_nothing(backend: LocalBackend) -> None:
+    rig = Rig(backend)
+    node, text = rig.root(), ids(30)
+    first = rig.run(rig.work(node, text, logits=True))[0].logits
+    before = kv_bytes(backend)
+    again = rig.run(rig.replay(node, text[-1], logits=True))[0].logits
+    assert kv_bytes(backend) == before
+    np.testing.assert_allclose(again, first, atol=1e-5, rtol=0)
+
+
+def test_only_named_rows_are_written(backend: LocalBackend) -> None:
+    rig = Rig(backend)
+    rig.run(rig.work(rig.root(), ids(13)))
+    written = ~torch.isnan(backend._kv.rows[0, 0, : backend._kv.capacity_rows, 0])
+    assert int(written.sum()) == 13
+
+
+def test_row_copies_come_first_and_in_order(backend: LocalBackend, checkpoint: Any) -> None:
+    """A packed tail: r rows of the parent's last page are copied into the child's first one."""
+    model, _ = checkpoint("llama")
+    page, text = backend.config.page_size, ids(page_rows := 8 * 2 + 3)
+    backend._kv.rows.fill_(float("nan"))
+    span = Span("a", [4, 9, 2], 0, page_rows)
+    backend.execute(Batch([Work("s", 0, text, 0, (), span)]))
+    copies = [RowCopy(2, 0, 7, 3, 2), RowCopy(2, 2, 7, 5, 1), RowCopy(7, 3, 11, 0, 3)]
+    context = (Span("a", [4, 9, 2], 0, 2 * page), Span("b", [11], 2 * page, 3))
+    work = Work("s", 1, [5], page_rows, context, Span("b", [11], page_rows, 1, 3), logits=True)
+    result = backend.execute(Batch([work], copies)).results[0]
+    want = reference(model, [*text, 5])[-1]
+    np.testing.assert_allclose(result.logits, want, atol=1e-4, rtol=0)
+    for row in (7 * page + 2, 7 * page + 6, 11 * page + 4):  # r rows moved, not P
+        assert torch.isnan(backend._kv.rows[:, :, row]).all()
+
+
+def test_an_empty_batch_may_only_copy(backend: LocalBackend) -> None:
+    backend._kv.rows[:, :, 0] = 3.0
+    assert backend.execute(Batch([], [RowCopy(0, 0, 1, 0, 1)])).results == []
+    assert (backend._kv.rows[:, :, backend.config.page_size] == 3.0).all()
+
+
+def test_sampling_does_not_depend_on_the_batch(backend: LocalBackend) -> None:
+    rig = Rig(backend)
+    spec = SampleSpec(SamplingParams(temperature=1.0), seed=3, position=9, request=0, step=0)
+    alone = rig.run(rig.work(rig.root(), ids(9, 1), sample=spec))[0].token
+    others = [rig.work(rig.root(), ids(4, i), sample=greedy()) for i in range(5)]
+    assert rig.run(*others, rig.work(rig.root(), ids(9, 1), sample=spec))[5].token == alone
+
+
+def test_bfloat16_is_close_to_float32(checkpoint: Checkpoints) -> None:
+    model, folder = checkpoint("qwen2")
+    backend = LocalBackend(tiny_config(), folder, dtype="bfloat16")
+    assert backend.info.dtype == "bfloat16"
+    rig, text = Rig(backend), ids(60)
+    node = rig.root()
+    want = reference(model, text)
+    got = np.concatenate(
+        [rig.logits(rig.work(node, text[a:b]))[0] for a, b in ((0, 50), (50, 53), (53, 60))]
+    )
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert error < 3e-2
+
+
+def test_errors_leave_the_backend_usable(backend: LocalBackend) -> None:
+    rig = Rig(backend)
+    with pytest.raises(BackendError, match="no tokens"):
+        backend.execute(Batch([Work("s", 0, [], 0, (), None)]))
+    with pytest.raises(BackendError, match="outside the vocabulary"):
+        backend.execute(Batch([Work("s", 0, [VOCAB], 0, (), None)]))
+    with pytest.raises(BackendError, match="beyond the context"):
+        backend.execute(Batch([Work("s", 0, [1], 512, (), None)]))
+    works = [Work("s", i, [1] * 512, 0, (), None) for i in range(17)]
+    with pytest.raises(BackendError, match="8704 replayed rows"):
+        backend.execute(Batch(works))
+    assert rig.run(rig.work(rig.root(), [1], logits=True))[0].logits is not None
+
+
+def test_use_after_close(checkpoint: Checkpoints) -> None:
+    backend = LocalBackend(tiny_config(), checkpoint("llama")[1])
+    backend.close()
+    backend.close()
+    backend.discard([1])
+    with pytest.raises(BackendError, match="closed"):
+        backend.execute(Batch())
+
+
+def test_settings_are_checked(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("llama")[1]
+    with pytest.raises(ConfigError, match="float16"):
+        LocalBackend(tiny_config(), folder, dtype="float16")
+    with pytest.raises(ConfigError, match="threads"):
+        LocalBackend(tiny_config(), folder, threads=0)
+    with pytest.raises(ConfigError, match=r"GB.*capacity_pages"):
+        LocalBackend(ForkServeConfig(capacity_pages=10**13), folder)
+    small = LocalBackend(tiny_config(max_context=64), folder)
+    assert small.info.max_context == 64
+    small.close()
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_memory_follows_live_pages(checkpoint: Checkpoints) -> None:
+    """A large pool costs nothing until rows are written; long freed runs are given back."""
+    from forkserve.engine.local.kv import PagedKV
+
+    before = resident_bytes()
+    kv = PagedKV(
+        layers=4,
+        kv_heads=2,
+        head_dim=64,
+        page_size=16,
+        capacity_pages=1 << 20,
+        scratch_rows=64,
+        dtype=torch.float32,
+    )
+    assert kv.rows.nbytes > 60e9
+    assert resident_bytes() - before < 20e6
+    rows = 512 * 16
+    kv.rows[:, :, :rows] = 1.0
+    live = rows * kv.bytes_per_token
+    assert 0.9 * live < resident_bytes() - before < 1.2 * live + 20e6
+    kv.discard(range(4, 512))
+    assert resident_bytes() - before < 0.1 * live + 20e6
+    assert (kv.rows[:, :, : 4 * 16] == 1.0).all()
+    kv.discard([600, 601])  # short runs stay
+
+
+def test_cost_model_learns_and_is_monotone() -> None:
+    cost = CostModel(10.0, 16, 40.0)
+    sizes = [1, 2, 3, 8, 16, 17, 100, 512, 5000]
+    for _ in range(40):
+        for n in (1, 8, 512):
+            for context in (0, 2000):
+                cost.observe(n, context, 20 + 2 * n + 1e-3 * n * context)
+    cost.observe(8, 0, 1e6)  # an outlier
+    predictions = [cost.predict_ms(n, 100) for n in sizes]
+    assert predictions == sorted(predictions)
+    for n in (1, 8, 512):
+        for context in (0, 2000):
+            truth = 20 + 2 * n + 1e-3 * n * context
+            assert 0.5 * truth < cost.predict_ms(n, context) < 2 * truth
+    assert cost.predict_ms(0) == 0.0
+    assert cost.predict_ms(8, 2000) > cost.predict_ms(8, 0)
+
+
+def test_predictions_are_refined_by_execution(backend: LocalBackend) -> None:
+    rig = Rig(backend)
+    assert backend.predict_ms(1) > 0
+    for _ in range(3):
+        rig.run(rig.work(rig.root(), ids(100)))
+    assert backend.predict_ms(100) <= backend.predict_ms(200, 50)

@@ -1,0 +1,91 @@
+"""Logits of the local engine against Hugging Face, on tiny random checkpoints."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forkserve.engine.local import LocalBackend
+
+from .conftest import LLAMA3, VOCAB, Checkpoints, reference, tiny_config
+from .rig import Rig
+
+TOLERANCE = 1e-4
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "shard": True}),
+    ("llama", {"rope_parameters": LLAMA3}),
+    ("llama", {"rope_parameters": LINEAR, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {"num_key_value_heads": 4}),
+    ("qwen2", {"shard": True}),
+    ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    ("qwen3", {}),
+    ("qwen3", {"tie_word_embeddings": True, "head_dim": 32, "shard": True}),
+    ("mistral", {"sliding_window": None}),
+]
+
+
+def ids(count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(VOCAB) for _ in range(count)]
+
+
+def close(got: np.ndarray, want: np.ndarray) -> None:
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_prefill_decode_fork(checkpoint: Checkpoints, family: str, changes: dict[str, Any]) -> None:
+    model, folder = checkpoint(family, **changes)
+    backend = LocalBackend(tiny_config(), folder)
+    rig = Rig(backend, seed=len(repr(changes)))
+    text = ids(100, 1)
+    want = reference(model, text)
+
+    one_shot = rig.root()
+    close(rig.logits(rig.work(one_shot, text))[0], want)
+
+    chunked = rig.root()
+    for low, high in ((0, 1), (1, 8), (8, 47), (47, 90)):
+        close(rig.logits(rig.work(chunked, text[low:high]))[0], want[low:high])
+    for i in range(90, 100):  # decode, one token a pass
+        close(rig.logits(rig.work(chunked, text[i : i + 1]))[0], want[i : i + 1])
+
+    # Two children over one trunk, one of them forked in mid-segment, in one pass.
+    left, right = rig.fork(one_shot), rig.fork(one_shot, 61)
+    a, b = ids(9, 2), ids(5, 3)
+    got = rig.logits(rig.work(left, a), rig.work(right, b))
+    close(got[0], reference(model, text + a)[100:])
+    close(got[1], reference(model, text[:61] + b)[61:])
+
+    # A grandchild beside its parent, decoding together; the trunk is shared by all three.
+    grandchild = rig.fork(left)
+    got = rig.logits(rig.work(left, [5]), rig.work(right, [6]), rig.work(grandchild, [7]))
+    close(got[0], reference(model, [*text, *a, 5])[-1:])
+    close(got[1], reference(model, [*text[:61], *b, 6])[-1:])
+    close(got[2], reference(model, [*text, *a, 7])[-1:])
+    backend.close()
+
+
+def test_long_shared_trunk_is_read_once(checkpoint: Checkpoints) -> None:
+    """Eight children decode over one trunk: the plan reads its rows once, not eight times."""
+    from forkserve.kernels.plan import plan_attention
+
+    model, folder = checkpoint("llama")
+    backend = LocalBackend(tiny_config(), folder)
+    rig = Rig(backend)
+    trunk = rig.root()
+    text = ids(400, 4)
+    rig.run(rig.work(trunk, text))
+    children = [rig.fork(trunk) for _ in range(8)]
+    works = [rig.work(child, [i]) for i, child in enumerate(children)]
+    plan = plan_attention(works, rig.page, backend._kv.capacity_rows)
+    assert plan.keys_read == 400 + 8
+    for i, got in enumerate(rig.logits(*works)):
+        close(got, reference(model, [*text, i])[-1:])

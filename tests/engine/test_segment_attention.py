@@ -1,0 +1,266 @@
+"""Segment attention against a float64 reference, over random forests."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from forkserve.kernels.merge import merge
+from forkserve.kernels.plan import Plan, plan_attention, span_rows
+from forkserve.kernels.segment_attention import segment_attention
+from forkserve.kernels.write_kv import write_kv
+from forkserve.types import Span, Work
+
+KV_HEADS = 2
+PAGES = 160
+
+
+@dataclass
+class Forest:
+    """Works over a KV tensor in which every row that no span names is NaN."""
+
+    kv: torch.Tensor  # [2*Hk, rows, D]
+    q: torch.Tensor  # [n, H, D]
+    fresh: torch.Tensor  # [n, 2*Hk, D]
+    works: list[Work]
+    page: int
+    scratch: int
+
+    def plan(self, works: list[Work] | None = None) -> Plan:
+        return plan_attention(works or self.works, self.page, self.scratch)
+
+    def run(self) -> torch.Tensor:
+        plan = self.plan()
+        write_kv(self.kv, plan.slots, self.fresh)
+        return segment_attention(self.q, self.kv, plan)
+
+
+def grow(seed: int, group: int, page: int, dim: int, *, works: int = 7) -> Forest:
+    """A random forest of spans with ragged offsets, and works at its nodes."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    rows = PAGES * page
+    kv = torch.full((2 * KV_HEADS, rows + 64, dim), float("nan"))
+    free = list(range(PAGES))
+    draw.shuffle(free)
+    if draw.random() < 0.3:
+        free.sort(reverse=True)  # consecutive pages: views instead of gathers
+    keys = itertools.count()
+
+    def new_span(start: int, length: int, extra: int = 0) -> Span:
+        offset = draw.randrange(page)
+        pages = [free.pop() for _ in range(-(-(offset + length + extra) // page))]
+        span = Span(next(keys), pages, start, length, offset)
+        if length:
+            where = torch.from_numpy(span_rows(span, page))
+            kv[:, where] = torch.randn(2 * KV_HEADS, length, dim)
+        return span
+
+    nodes: list[tuple[Span, ...]] = [()]
+    for _ in range(draw.randrange(1, 5)):
+        parent = draw.choice(nodes)
+        start = parent[-1].start + parent[-1].length if parent else 0
+        nodes.append((*parent, new_span(start, draw.choice([1, 5, 40, 130, 300, 420]))))
+    made = []
+    for i in range(works):
+        context = draw.choice(nodes)
+        if context and draw.random() < 0.3:  # forked in mid-segment
+            last = context[-1]
+            keep = draw.randrange(0, last.length + 1)
+            context = (*context[:-1], Span(last.key, last.pages, last.start, keep, last.offset))
+        start = sum(span.length for span in context)
+        n = draw.choice([1, 1, 1, 2, 7, 33])
+        if draw.random() < 0.2:
+            made.append(Work("s", i, [0] * min(n, 7), start, context, None))
+            continue
+        own = new_span(start, draw.choice([0, 0, 3, 20]), extra=n)
+        at = own.offset + own.length
+        write = Span(own.key, own.pages[at // page :], start + own.length, n, at % page)
+        made.append(Work("s", i, [0] * n, start + own.length, (*context, own), write))
+    total = sum(len(work.tokens) for work in made)
+    q = torch.randn(total, KV_HEADS * group, dim)
+    return Forest(kv, q, torch.randn(total, 2 * KV_HEADS, dim), made, page, rows)
+
+
+def expected(forest: Forest) -> torch.Tensor:
+    """Softmax attention of every row in float64, one row at a time."""
+    out, first = [], 0
+    dim = forest.q.shape[-1]
+    for work in forest.works:
+        n = len(work.tokens)
+        context = [span_rows(span, forest.page) for span in work.context]
+        rows = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *context]))
+        fresh = forest.fresh[first : first + n].transpose(0, 1)
+        both = torch.cat([forest.kv[:, rows], fresh], 1).double()
+        for i in range(n):
+            end = work.start + i + 1
+            k, v = both[:KV_HEADS, :end], both[KV_HEADS:, :end]
+            q = forest.q[first + i].double().view(KV_HEADS, -1, dim)
+            weights = torch.softmax(q @ k.transpose(-1, -2) * dim**-0.5, -1)
+            out.append((weights @ v).reshape(-1))
+        first += n
+    return torch.stack(out)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("page", [16, 32])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_forest(group: int, page: int, dim: int, seed: int) -> None:
+    forest = grow(seed + 100 * group, group, page, dim)
+    want = expected(forest)
+    got = forest.run()
+    assert torch.isfinite(got).all()
+    assert error(got, want) < 1e-5
+
+
+def test_bfloat16() -> None:
+    forest = grow(3, 4, 16, 64)
+    forest.kv, forest.q = forest.kv.bfloat16(), forest.q.bfloat16()
+    forest.fresh = forest.fresh.bfloat16()
+    want = expected(forest)
+    assert error(forest.run(), want) < 1e-2
+
+
+def test_rows_do_not_depend_on_their_mates() -> None:
+    forest = grow(11, 4, 16, 64, works=9)
+    together = forest.run()
+    first = 0
+    for work in forest.works:
+        rows = slice(first, first + len(work.tokens))
+        plan = forest.plan([work])
+        write_kv(forest.kv, plan.slots, forest.fresh[rows])
+        alone = segment_attention(forest.q[rows], forest.kv, plan)
+        torch.testing.assert_close(alone, together[rows], atol=1e-5, rtol=0)
+        first = rows.stop
+
+
+def fan(k: int, trunk: int, tail: int = 4) -> list[Work]:
+    """k decodes over one trunk."""
+    pages = list(range(-(-trunk // 16)))
+    shared = Span("trunk", pages, 0, trunk)
+    works = []
+    for i in range(k):
+        own = [len(pages) + i]
+        context = (shared, Span(i, own, trunk, tail))
+        works.append(Work("s", i, [0], trunk + tail, context, Span(i, own, trunk + tail, 1, tail)))
+    return works
+
+
+def test_trunk_is_read_once() -> None:
+    plan = plan_attention(fan(8, 2048), 16, 10_000)
+    assert plan.keys_read == 2048 + 8 * 5
+    assert len(plan.tasks) == 2
+
+
+def test_turns_of_one_conversation_are_one_task() -> None:
+    """Twenty committed turns under eight children: one gather, not twenty tasks and merges."""
+    turns = tuple(Span(("turn", i), [3 * i + j for j in range(3)], 40 * i, 40) for i in range(20))
+    works = [Work("s", i, [0], 800, turns, Span(i, [100 + i], 800, 1)) for i in range(8)]
+    plan = plan_attention(works, 16, 10_000)
+    assert len(plan.tasks) == 2
+    assert plan.keys_read == 800 + 8
+
+
+def test_short_trunk_is_folded_into_its_children() -> None:
+    plan = plan_attention(fan(8, 20), 16, 10_000)
+    assert len(plan.tasks) == 1
+    assert plan.keys_read == 8 * 25
+
+
+def test_one_stream_in_one_run_is_one_view() -> None:
+    pages = list(range(10))
+    work = Work("s", 0, [0], 100, (Span(0, pages, 0, 100),), Span(0, pages[6:], 100, 1, 4))
+    (task,) = plan_attention([work], 16, 10_000).tasks
+    assert task.keys == slice(0, 101)
+    assert task.mask is None
+
+
+def test_spans_of_one_key_may_differ_in_length() -> None:
+    """Stretches are shared by those that reach them: 600 by three, then 300 by two, 100 by one."""
+    pages = list(range(70))
+    works = [
+        Work("s", i, [0], n, (Span("t", pages, 0, n),), Span(i, [100 + i], n, 1))
+        for i, n in enumerate((600, 1000, 900))
+    ]
+    plan = plan_attention(works, 16, 10_000)
+    shared = [(task.n_rows, task.n_keys) for task in plan.tasks if not task.own]
+    assert shared == [(3, 600), (2, 300)]
+    assert plan.keys_read <= 600 + 300 + 101 * 3
+
+
+@pytest.mark.parametrize("fragmented", [False, True])
+def test_long_trunks_are_cut_at_absolute_positions(fragmented: bool) -> None:
+    """5,000 rows under decodes and a chunk: three views, or one gather where pages are strewn."""
+    trunk, page, dim = 5000, 16, 64
+    pages = list(range(330))
+    if fragmented:
+        random.Random(0).shuffle(pages)
+    rows = 330 * page
+    kv = torch.full((2 * KV_HEADS, rows + 8, dim), float("nan"))
+    shared = Span("t", pages[:313], 0, trunk)
+    kv[:, torch.from_numpy(span_rows(shared, page))] = torch.randn(2 * KV_HEADS, trunk, dim)
+    works = [
+        Work("s", i, [0] * n, trunk, (shared,), Span(i, pages[313 + i :], trunk, n, 2))
+        for i, n in enumerate((1, 1, 13, 1))
+    ]
+    q, fresh = torch.randn(16, 2 * KV_HEADS, dim), torch.randn(16, 2 * KV_HEADS, dim)
+    forest = Forest(kv, q, fresh, works, page, rows)
+    sizes = [task.n_keys for task in forest.plan().tasks if not task.own]
+    assert sizes == ([5000] if fragmented else [2048, 2048, 904])
+    want = expected(forest)
+    assert error(forest.run(), want) < 1e-5
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_one_long_stream(n: int) -> None:
+    """5,000 rows before n fresh ones in the same run: cut at 2,048 and 4,096, nothing gathered."""
+    pages, start, dim = list(range(330)), 5000, 64
+    kv = torch.full((2 * KV_HEADS, 330 * 16 + 8, dim), float("nan"))
+    kv[:, :start] = torch.randn(2 * KV_HEADS, start, dim)
+    write = Span(0, pages[312:], start, n, 8)
+    work = Work("s", 0, [0] * n, start, (Span(0, pages, 0, start),), write)
+    forest = Forest(
+        kv, torch.randn(n, 8, dim), torch.randn(n, 2 * KV_HEADS, dim), [work], 16, 330 * 16
+    )
+    tasks = forest.plan().tasks
+    assert all(isinstance(task.keys, slice) for task in tasks)
+    assert sorted(task.n_keys for task in tasks) == (
+        [905, 2048, 2048] if n == 1 else [n, 904, 2048, 2048]
+    )
+    want = expected(forest)
+    assert error(forest.run(), want) < 1e-5
+
+
+@pytest.mark.parametrize("lse1", [0.3, -np.inf])
+@pytest.mark.parametrize("lse2", [-2.0, -np.inf])
+def test_merge_survives_empty_parts(lse1: float, lse2: float) -> None:
+    parts = []
+    for lse, value in ((lse1, 1.5), (lse2, -4.0)):
+        empty = lse == -np.inf
+        parts.append((torch.full((3, 2, 4), 0.0 if empty else value), torch.full((3, 2), lse)))
+    weights = np.exp([lse1, lse2])
+    total = weights.sum()
+    want = 0.0 if total == 0 else float(weights @ np.array([1.5, -4.0]) / total)
+    got, lse = merge(*parts[0], *parts[1])
+    assert torch.allclose(got, torch.full_like(got, want))
+    assert torch.allclose(lse, torch.full_like(lse, float(np.logaddexp(lse1, lse2))))
+
+
+def test_merge_is_the_softmax_over_both_parts() -> None:
+    scores, values = torch.randn(5, 9).double(), torch.randn(9, 4).double()
+    a, b = scores[:, :6], scores[:, 6:]
+    got, lse = merge(
+        a.softmax(-1) @ values[:6], a.logsumexp(-1), b.softmax(-1) @ values[6:], b.logsumexp(-1)
+    )
+    torch.testing.assert_close(got, scores.softmax(-1) @ values)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
