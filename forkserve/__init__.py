@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from forkserve.control.speculation import Speculation
     from forkserve.control.stats import EngineStats
     from forkserve.errors import ForkServeError
+    from forkserve.reply import Reply
     from forkserve.session import Branch, Session
     from forkserve.types import HitClass, JoinPolicy, NodeMode, SamplingParams
 
@@ -35,6 +36,7 @@ _HOMES = {
     "JoinResult": "forkserve.control.join",
     "NodeMode": "forkserve.types",
     "SamplingParams": "forkserve.types",
+    "Reply": "forkserve.reply",
     "Session": "forkserve.session",
     "SessionHandle": "forkserve.api",
     "Speculation": "forkserve.control.speculation",
@@ -52,6 +54,7 @@ __all__ = [
     "JoinPolicy",
     "JoinResult",
     "NodeMode",
+    "Reply",
     "SamplingParams",
     "Session",
     "SessionHandle",

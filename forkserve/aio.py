@@ -59,7 +59,7 @@ def _pool() -> ThreadPoolExecutor:
 
 def wait(generation: Generation, ready: Callable[[], bool]) -> None:
     """Block until `ready()` holds; drives an engine that has no thread of its own."""
-    generation._run_until(ready)
+    generation.wait(ready)
 
 
 async def until(engine: Engine, generation: Generation, ready: Callable[[], bool]) -> None:
@@ -70,7 +70,7 @@ async def until(engine: Engine, generation: Generation, ready: Callable[[], bool
     """
     with _pumps_lock:
         pump = _pumps.setdefault(engine, _Pump())
-    await pump.until(generation._run_until, ready)
+    await pump.until(generation.wait, ready)
 
 
 class _Wait:
@@ -139,11 +139,15 @@ class _Pump:
                 run_until(self._due)
             except BaseException as failure:
                 error = failure
-            with self._changed:
-                due = [wait for wait in self._waits if error is not None or wait.ready()]
-                self._waits.difference_update(due)
-            for wait in due:
-                wait.tell(error)
+            self._deliver(error)
+
+    def _deliver(self, error: BaseException | None) -> None:
+        """Wake those who can go on, or all with the error.  Keeps no reference to them."""
+        with self._changed:
+            due = [wait for wait in self._waits if error is not None or wait.ready()]
+            self._waits.difference_update(due)
+        for wait in due:
+            wait.tell(error)
 
     def _due(self) -> bool:
         """Somebody can go on, or nobody waits any more."""

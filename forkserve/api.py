@@ -29,7 +29,7 @@ from forkserve.types import JoinPolicy, NodeMode, Tokens, derive_seed
 
 if TYPE_CHECKING:
     from forkserve.engine.protocol import Backend
-    from forkserve.session import Session
+    from forkserve.session import Prompt, Session
 
 __all__ = ["Engine", "SessionHandle"]
 
@@ -128,11 +128,20 @@ class Engine(Speculating):
                 raise
         return handle
 
-    def session(self, prompt: Tokens | str, **options: Any) -> Session:
-        """Open a session as an object: text in, text out.  Options as for `open`."""
+    def session(self, prompt: Prompt, **options: Any) -> Session:
+        """Open a session as an object: text in, text out.
+
+        prompt: text, token ids, or chat messages for the model's template.  Options as for `open`.
+        """
         from forkserve.session import Session
 
         return Session(self, prompt, **options)
+
+    async def asession(self, prompt: Prompt, **options: Any) -> Session:
+        """`session` for a coroutine: a prompt that is to be prefilled doesn't block the loop."""
+        from forkserve.session import Session
+
+        return await Session.aopen(self, prompt, **options)
 
     def close(self, session: str) -> None:
         """End a session and give back its pages.  Idempotent; published pages stay cached."""
@@ -170,21 +179,32 @@ class Engine(Speculating):
 
     # ---------------------------------------------------------------- branches
 
-    def fork(self, session: str, parent: int, branch: str = "", tokens: Tokens | str = ()) -> int:
+    def fork(
+        self,
+        session: str,
+        parent: int,
+        branch: str = "",
+        tokens: Tokens | str = (),
+        *,
+        at: int | None = None,
+    ) -> int:
         """A speculative child of `parent` that shares everything before it.  Returns its node id.
 
         Costs the same however long the trunk is: no page is touched.  `tokens` is the text that is
-        known to follow on this branch.
+        known to follow on this branch.  at: leave the parent's path after that many tokens, rather
+        than at its end; the child hangs under the node that holds them.
         """
         ids = self._guard.ids(tokens) if tokens else ()
         core = self._core
         with core.lock:
             tree = core.tree(session)
             node = tree.get(parent)
+            length = self._guard.place(node, at)
             if ids:
-                self._guard.fits(node.length + len(ids), "branch")
+                self._guard.fits(length + len(ids), "branch")
             core.count.forks += 1
-            return tree.fork(node, branch, ids, core.clock.now_ms()).id
+            owner = tree.owner(node, length) if length < node.length else node
+            return tree.fork(owner, branch, ids, core.clock.now_ms(), alias_len=length).id
 
     def append(self, session: str, node: int, tokens: Tokens | str) -> int:
         """Add known text to a speculative node or to the tip of a line; returns its new length.
@@ -277,10 +297,14 @@ class Engine(Speculating):
         *,
         full: bool = False,
         branch: str | None = None,
+        at: int | None = None,
     ) -> CommitResult:
         """Bind what was really observed after `node`, the tip of its line.
 
         tokens: the observation; with full=True the whole sequence, which must extend the node's.
+        at: the observation follows the line's first `at` tokens, not all of them; the line is taken
+        back to there first, and what it held after them is dropped with the branches on it (a chat
+        template that writes an earlier turn anew).
         The live child with the longest common prefix wins (ties: the one named `branch`, then the
         lowest id) and is cut where the observation differs; only the rest is prefilled, as
         committed work of the passes to come, and the other speculative children are aborted.  If
@@ -291,6 +315,9 @@ class Engine(Speculating):
             target = tree.get(node)
             self._guard.idle(tree, target)
             lines.require_tip(tree, target, "commit at")
+            length = self._guard.place(target, at)
+            if full and length < target.length:
+                raise ConfigError("commit takes full=True or at=, not both")
             if full:
                 own = tree.tokens(target).tolist()
                 if observed[: len(own)] != own:
@@ -301,7 +328,8 @@ class Engine(Speculating):
                 observed = observed[len(own) :]
             if not observed:
                 raise ConfigError("commit needs at least one observed token")
-            self._guard.fits(target.length + len(observed), "sequence")
+            self._guard.fits(length + len(observed), "sequence")
+            target = lines.retract(self._core, tree, target, length)
             return merging.commit(self._core, tree, target, observed, branch)
 
     def join(

@@ -8,7 +8,7 @@ from forkserve.control.commit import CommitResult
 from forkserve.control.generation import Generation
 from forkserve.control.lines import require_known
 from forkserve.control.speculation import Speculation
-from forkserve.errors import NodeError
+from forkserve.errors import ConfigError, NodeError
 from forkserve.reply import Speaker
 from forkserve.tree.node import Node
 from forkserve.tree.tree import committed as on_a_line
@@ -28,8 +28,8 @@ class Branch(Speaker):
     one node and stays there, so that forking it goes another way.)
 
     A branch is born *speculative*: a guess, or text that is known to come.  `generate` makes it an
-    *attempt*, which runs for real beside the main line.  `commit` makes it part of the line that it
-    left.
+    *attempt*, which runs for real beside the main line.  `commit` chooses it: it becomes part of
+    the line that it left.
 
     Leaving it as a context manager aborts it unless it is part of its parent's line by then.
     Aborted, or having lost a commit, it is dead: `alive` is false and every verb raises NodeError.
@@ -104,14 +104,15 @@ class Branch(Speaker):
 
     @property
     def tokens(self) -> list[int]:
-        """Its own tokens, from where it left its parent."""
-        first, tree = self._first(), self.session._tree
-        return tree.tokens(self._last(), first.alias_len).tolist()
+        """Its own tokens, from where it left its parent; without a guess that is not confirmed."""
+        last = self._last()
+        return self.session._tree.tokens(last, self._first().alias_len, last.known).tolist()
 
     @property
     def full_tokens(self) -> list[int]:
-        """All tokens from the root to its tip."""
-        return self.session._tree.tokens(self._last()).tolist()
+        """All tokens from the root to its tip; without a guess that is not confirmed."""
+        last = self._last()
+        return self.session._tree.tokens(last, 0, last.known).tolist()
 
     @property
     def text(self) -> str:
@@ -138,7 +139,8 @@ class Branch(Speaker):
     def append(self, text: str | Tokens) -> int:
         """Add known text; returns the length of the whole sequence in tokens.
 
-        Branches that left before keep what they saw.  Raises NodeError after a `guess`.
+        Branches that left before keep what they saw.  Raises NodeError when speculation has added
+        a guess: give `commit` what was observed.
         """
         return self.engine.append(self.session.id, self._last().id, text)
 
@@ -146,7 +148,8 @@ class Branch(Speaker):
         self,
         *,
         priority: float = 1.0,
-        t_idle_ms: float = 1e9,
+        t_idle_ms: float | None = None,
+        tool: str | None = None,
         guess: str | Tokens = (),
         q: float = 0.0,
         strict: bool = False,
@@ -160,6 +163,7 @@ class Branch(Speaker):
             self._last().id,
             priority=priority,
             t_idle_ms=t_idle_ms,
+            tool=tool,
             guess=guess,
             q=q,
             strict=strict,
@@ -183,24 +187,31 @@ class Branch(Speaker):
     # ---------------------------------------------------------------- choices
 
     def commit(self, observed: str | Tokens | None = None, *, full: bool = False) -> CommitResult:
-        """Without `observed`: this branch is what happened; it becomes part of the line it left.
+        """What really happened is this branch, and then `observed`.
 
-        With it: that is what happened *after the last committed text of its path*, which is the
-        branch's own tip for an attempt or a committed branch, and for a speculative one the tip
-        that it left; there the branch with the longest common prefix wins (ties: this one), and
-        this one dies if it does not.  full: `observed` is the whole sequence.
+        A speculative branch becomes part of the line it left, with `observed` at its end; a guess
+        that it holds is kept as far as it was right.  An attempt goes on with `observed`, and
+        without it becomes part of the line it left.  What loses thereby is aborted.
+        full: `observed` is the whole sequence from the root on, for the nearest committed text.
 
-        Raises NodeError (dead; the line it left has gone on another way; committed already, and
+        To bind an observation whatever branch it fits, use `Session.commit`.
+
+        Raises NodeError (dead; the line it left has gone on another way; committed already and
         nothing observed), SessionError (closed, in use, generating), ConfigError, ContextOverflow.
         """
         last = base = self._last()
-        if observed is None:
-            base, observed, full = *self._choice(), False
-        while not on_a_line(base):
-            assert base.parent is not None, "the root is committed"
-            base = base.parent
+        if full and observed is None:
+            raise ConfigError("full=True needs the whole sequence")
+        if full or (observed is not None and on_a_line(last)):
+            while not on_a_line(base):
+                assert base.parent is not None, "the root is committed"
+                base = base.parent
+            tokens: str | Tokens = observed or ()
+        else:
+            base, own = self._choice()
+            tokens = own + self.session._ids(observed or ())
         prefer = self.name if base is not last else None
-        return self.engine.commit(self.session.id, base.id, observed, full=full, branch=prefer)
+        return self.engine.commit(self.session.id, base.id, tokens, full=full, branch=prefer)
 
     async def acommit(
         self, observed: str | Tokens | None = None, *, full: bool = False
@@ -267,7 +278,8 @@ class Branch(Speaker):
         while (base := top.parent) is not None and not on_a_line(base):
             top = base
         assert base is not None, "the root is committed"
-        own = tree.tokens(self._last(), top.alias_len)
+        last = self._last()
+        own = tree.tokens(last, top.alias_len, last.known)
         grown = tree.tokens(base, top.alias_len)
         if own[: len(grown)] != grown:
             raise NodeError(

@@ -116,6 +116,9 @@ class Decoding(Inspection):
 
     def _cancel(self, generation: Generation) -> None:
         core = self._core
+        if core.owned():  # a dropped iterator, collected in the middle of an engine step
+            generation.abandoned = True
+            return
         with core.lock:
             generation.end("cancelled")
             task = core.tasks.get((generation.session, generation.node))

@@ -25,7 +25,8 @@ class Reply:
 
     text: without special tokens, and up to a stop string.  tokens: all that were sampled, also the
     end token and those that spell a stop string: they are in the tree.  finish_reason: length,
-    eos, stop, context, constraint or cancelled; None in the reply of a stream that still runs.
+    eos, stop, context, constraint, or cancelled (also by an abort); of a stream also error, and
+    None while it runs.
     logprobs: one for each token if they were asked for.
     """
 
@@ -39,9 +40,7 @@ class Reply:
 
     @classmethod
     def of(cls, generation: Generation) -> Reply:
-        """The reply so far.  Raises what stopped the generation early."""
-        if generation.error is not None:
-            raise generation.error
+        """The reply so far."""
         reason, tokens = generation.finish_reason, tuple(generation.tokens)
         return cls(generation.text, tokens, reason, tuple(generation.logprobs))
 
@@ -51,7 +50,7 @@ def collect(generations: Sequence[Generation]) -> list[Reply]:
     try:
         if generations:
             aio.wait(generations[0], lambda: _settled(generations))
-        return [Reply.of(generation) for generation in generations]
+        return _replies(generations)
     finally:
         for generation in generations:
             generation.cancel()
@@ -62,10 +61,17 @@ async def gather(engine: Engine, generations: Sequence[Generation]) -> list[Repl
     try:
         if generations:
             await aio.until(engine, generations[0], lambda: _settled(generations))
-        return [Reply.of(generation) for generation in generations]
+        return _replies(generations)
     finally:
         for generation in generations:
             generation.cancel()
+
+
+def _replies(generations: Sequence[Generation]) -> list[Reply]:
+    for generation in generations:
+        if generation.error is not None:
+            raise generation.error
+    return [Reply.of(generation) for generation in generations]
 
 
 def _settled(generations: Sequence[Generation]) -> bool:

@@ -6,13 +6,12 @@
         with s.fork("bash", wrap) as happy, s.fork("err", recovery) as fail:
             happy.speculate(t_idle_ms=2900)
             fail.speculate(priority=0.2, t_idle_ms=2900)
-            happy.append(run_the_tool())
-            happy.commit()
+            happy.commit(run_the_tool())
         print(s.generate(128))
 
 Every method is a verb of `Engine` and raises what that verb raises.  Text is encoded on its own
 where it is given, and token ids decide: ``encode(a) + encode(b)`` may differ from
-``encode(a + b)``.  Where a seam matters give ids, or `append` to the branch whose text it follows.
+``encode(a + b)``.  `Branch.commit` keeps the ids of the branch; `Session.commit` encodes anew.
 
 What waits for the engine has an async twin (`agenerate`, `astream`, `acommit`, ...).  The rest
 never waits: call it as it is, also in a coroutine.
@@ -299,6 +298,9 @@ class Session(Speaker):
         """A verb that waits for the pass in flight, in a thread, one at a time."""
         async with self._turn():
             return await aio.in_thread(verb)
+
+    def _ids(self, text: str | Tokens) -> list[int]:
+        return self.engine.backend.tokenizer.encode(text) if isinstance(text, str) else list(text)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.engine.backend.tokenizer.decode_bytes(ids).decode("utf-8", "replace")

@@ -52,6 +52,7 @@ class Core:
         self.count = Counters()
         self.tasks: dict[tuple[str, int], Task] = {}
         self.parked: list[Task] = []  # committed tasks that wait for pages of older ones
+        self.waiting = 0  # verbs that wait for the batch in flight: they go before the next one
         self.in_flight: set[str] = set()  # sessions with a work in the running batch
         self.pending: list[tuple[list[RowCopy], list[int]]] = []  # copies to run, pages pinned
         self._serial = 0
@@ -59,6 +60,10 @@ class Core:
         self.due_ms = inf  # no armed time to live ends before this
 
     # ---------------------------------------------------------------- look-up
+
+    def owned(self) -> bool:
+        """True if this very thread holds the lock already."""
+        return bool(self.changed._is_owned())  # type: ignore[attr-defined]
 
     def tree(self, session: str) -> ContextTree:
         """The tree of an open session, or a SessionError."""
@@ -107,6 +112,14 @@ class Core:
         self.parked.clear()
         self.changed.notify_all()
 
+    def sweep(self) -> None:
+        """Cancel generations whose iterator was dropped while the engine was busy."""
+        for task in list(self.tasks.values()):
+            handle = task.generation_handle
+            if handle is not None and handle.abandoned:
+                handle.end("cancelled")
+                self.finish(task)
+
     def ensure(self, tree: ContextTree, node: Node, handle: Generation | None = None) -> Task:
         """The committed task that completes a node's rows, with `handle` attached."""
         task = self.tasks.get((tree.session, node.id))
@@ -119,7 +132,7 @@ class Core:
             self.submit(task)
         elif handle is not None:
             task.generation_handle = handle
-            task.held, task.wake_ms = False, 0.0
+            task.held, task.wake_ms = task.parked, 0.0
             self.requeue(task)
             self.changed.notify_all()
         return task

@@ -46,12 +46,13 @@ class Generation:
         self.logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
+        self.abandoned = False  # to be cancelled by the next one who looks at the queues
         self.started_ms = 0.0
         self.first_token_ms: float | None = None  # time on the engine's clock
         self.allowed: Sequence[int] | None = None  # ids the constraint permits next
         self._pieces: list[str] = []
         self._stream = TextStream(decode_bytes, params.stop)
-        self._run_until = run_until
+        self.wait = run_until  # drive the engine, or wait for it, until a condition holds
         self._cancel = cancel
 
     @property
@@ -64,7 +65,7 @@ class Generation:
 
     def result(self) -> list[int]:
         """Wait for the end and return the tokens; raises what stopped the generation early."""
-        self._run_until(lambda: self.done)
+        self.wait(lambda: self.done)
         if self.error is not None:
             raise self.error
         return self.tokens
@@ -81,7 +82,7 @@ class Generation:
         seen = 0
         try:
             while True:
-                self._run_until(partial(self._has, growing, seen))
+                self.wait(partial(self._has, growing, seen))
                 while seen < len(growing):
                     seen += 1
                     yield growing[seen - 1]

@@ -47,6 +47,14 @@ class Guard:
         if length > limit:
             raise ContextOverflow(length, limit, what)
 
+    def place(self, node: Node, at: int | None) -> int:
+        """`at` as a position on the path of the node; None is its end."""
+        if at is None:
+            return node.length
+        if not 1 <= at <= node.length:
+            raise ConfigError(f"at={at} is no place in the {node.length} tokens of node {node.id}")
+        return at
+
     def idle(self, tree: ContextTree, node: Node) -> None:
         """Raise SessionError while a generation runs on the node."""
         require_quiet(self._core, tree, node)
@@ -54,17 +62,15 @@ class Guard:
     @contextmanager
     def settled(self, session: str) -> Iterator[ContextTree]:
         """The session's tree under the lock, with no batch in flight that belongs to it."""
-        core = self._core
+        core, me = self._core, threading.get_ident()
         with core.lock:
             self._loop.check()
             tree = core.tree(session)
-            user = self._users.get(session)
-            if user is not None and user != threading.get_ident():
-                raise SessionError(
-                    f"session '{session}' is in use by another thread; give each thread a session "
-                    "or a branch of its own"
-                )
-            self._users[session] = threading.get_ident()
+            while self._users.get(session, me) != me:  # another thread's turn: one pass at most
+                core.changed.wait()
+                self._loop.check()
+                tree = core.tree(session)
+            self._users[session] = me
             try:
                 self._loop.quiesce(session)
                 if core.trees.get(session) is not tree:
@@ -72,3 +78,4 @@ class Guard:
                 yield tree
             finally:
                 self._users.pop(session, None)
+                core.changed.notify_all()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from forkserve.control.core import Core
 from forkserve.errors import NodeError, SessionError
 from forkserve.tree.node import MAIN_LINE, Node
+from forkserve.tree.rows import cut
 from forkserve.tree.tree import ContextTree, committed
 from forkserve.types import JobClass, NodeMode
 
@@ -22,6 +23,7 @@ __all__ = [
     "require_known",
     "require_quiet",
     "require_tip",
+    "retract",
     "settle_speculation",
 ]
 
@@ -54,6 +56,8 @@ def require_quiet(core: Core, tree: ContextTree, node: Node) -> None:
     """Raise SessionError while a generation runs on the node."""
     task = core.tasks.get((tree.session, node.id))
     if task is not None and task.generation_handle is not None:
+        if task.generation_handle.abandoned:
+            return core.sweep()
         raise SessionError(
             f"a generation is running on node {node.id} of session '{tree.session}'; wait for it, "
             "cancel it, or give each thread a branch of its own"
@@ -95,6 +99,44 @@ def promote(core: Core, tree: ContextTree, node: Node) -> None:
         tree.move_tip(MAIN_LINE, member)
         member.ttl_deadline_ms = None
     core.publish(tree, tree.tip)
+
+
+def retract(core: Core, tree: ContextTree, tip: Node, length: int) -> Node:
+    """Take a line back to its first `length` tokens; returns its new tip.
+
+    What the line held after them dies, with all that hangs on it; branches that left at or before
+    that place stay.  Raises NodeError when the place is in another line's text, SessionError while
+    a generation runs below it, and changes nothing then.
+
+    ::
+
+        line      [-------- owner -------|-- later nodes --]
+        kept      [---- length ----)
+        dropped                    [-----------------------)    tokens, rows, branches on them
+    """
+    if length == tip.length:
+        return tip
+    owner = tree.owner(tip, length)
+    if owner.line != tip.line:
+        raise NodeError(
+            f"position {length} is in text that line {tip.line} shares with line {owner.line}; "
+            "fork there instead"
+        )
+    for below in owner.subtree():
+        require_quiet(core, tree, below)
+    for child in list(owner.children.values()):
+        goes_on = committed(child) and child.line == tip.line
+        if goes_on or child.alias_len > length:
+            core.abort(tree, child, lazy=core.config.lazy_abort)
+    if owner.length > length:
+        core.forget(tree, owner)
+        del owner.tokens[length - owner.alias_len :]
+        owner.known = min(owner.known, length)
+        if owner.kv_end > length:
+            cut(tree, owner, length)
+        if owner.published * core.pool.page_size > length:
+            owner.published, owner.digest = 0, b""
+    return owner
 
 
 def settle_speculation(core: Core, tree: ContextTree, nodes: Sequence[Node]) -> None:

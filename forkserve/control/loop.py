@@ -92,7 +92,7 @@ class Loop:
                 self.check()
                 if done():
                     return
-                if self._thread is not None or self._driving:
+                if self._thread is not None or self._driving or core.waiting:
                     core.changed.wait()
                     continue
                 self._driving = True
@@ -111,9 +111,14 @@ class Loop:
     def quiesce(self, session: str) -> None:
         """Wait until no batch in flight belongs to the session."""
         core = self.core
-        while session in core.in_flight:
-            self.check()
-            core.changed.wait()
+        core.waiting += 1  # no batch departs before the verb had its turn
+        try:
+            while session in core.in_flight:
+                self.check()
+                core.changed.wait()
+        finally:
+            core.waiting -= 1
+            core.changed.notify_all()
 
     def check(self) -> None:
         """Raise if the loop has died."""
@@ -131,19 +136,22 @@ class Loop:
             self._thread.join()
 
     def _serve(self) -> None:
-        core = self.core
+        core, wake = self.core, False
         try:
             while True:
                 with core.lock:
-                    while not self._stop and not self._runnable() and not care(core):
+                    while not self._stop and (
+                        core.waiting or (not self._runnable() and not care(core))
+                    ):
                         core.changed.wait(self._patience())
                         core.expire(core.clock.now_ms())
                     if self._stop:
                         break
-                ran = self.tick(wake=False)
+                ran = self.tick(wake=wake)
+                wake = False
                 if ran.idle:
-                    with core.lock:
-                        core.changed.wait(self._patience())
+                    with core.lock:  # whoever waits for a companion has waited long enough then
+                        wake = not core.changed.wait(self._patience())
         except BaseException as error:
             with core.lock:
                 self._broken = error
@@ -192,9 +200,10 @@ class Loop:
         """Put a batch together."""
         core, now = self.core, self.core.clock.now_ms()
         core.expire(now)
+        core.sweep()
         for task in core.tasks.values():
             if task.held and task.wake_ms and (wake or task.wake_ms <= now):
-                task.held, task.wake_ms = False, 0.0
+                task.held, task.wake_ms = task.parked, 0.0
         flight = _Flight()
         self._force_preempt()
         plan = core.scheduler.plan(now, core.backend.predict_ms)
@@ -217,7 +226,8 @@ class Loop:
         """Add one task's next rows to the batch, or finish, park or drop the task."""
         core, tree, target = self.core, task.tree, task.target
         if target.parent is None and target.evicted and core.config.prefix_index:
-            take_prefix(tree, core.index)
+            if take_prefix(tree, core.index):
+                core.requeue(task)  # less is left than it was queued for
         parts = missing(target, task.end())
         handle = task.generation_handle
         held: Reservation | None = None
@@ -230,8 +240,8 @@ class Loop:
         else:
             core.finish(task)
             return
-        if owner in flight.owners:
-            return
+        if owner in flight.owners or (begin < owner.alias_len and owner.parent in flight.owners):
+            return  # its rows, or the last row of its parent, are being written by this batch
         if parts:
             held = self._reserve(flight, task, owner, begin, count)
             if held is None:
@@ -333,10 +343,11 @@ class Loop:
 
     def _preempt_younger(self, flight: _Flight, task: Task) -> bool:
         """Take the rows of the youngest generation that started after `task`."""
+        path = {task.target, *task.target.ancestors()}
         younger = [
             t
             for t in self._committed()
-            if t is not task
+            if t.target not in path
             and t.target.segments
             and t.target not in flight.owners
             and t.serial > task.serial
@@ -418,7 +429,12 @@ class Loop:
         core.count.decode_steps += 1
         if handle.first_token_ms is None:
             handle.first_token_ms = now
-        handle.push(token, logprob if handle.params.logprobs else None, core.backend.info.eos_ids)
+        try:
+            handle.push(
+                token, logprob if handle.params.logprobs else None, core.backend.info.eos_ids
+            )
+        except Exception as error:  # of the user's constraint or the tokenizer: theirs alone
+            handle.end("error", error)
         if not handle.done and task.target.length >= core.backend.info.max_context:
             handle.end("context")
         if handle.done:

@@ -8,7 +8,7 @@ from forkserve.control.commit import CommitResult, apply_commit, matching
 from forkserve.control.core import Core
 from forkserve.control.join import JoinPlan, JoinResult
 from forkserve.control.lines import require_quiet
-from forkserve.errors import OutOfPages
+from forkserve.errors import AdmissionRefused, OutOfPages
 from forkserve.tree.node import Node, new_segment
 from forkserve.tree.rows import missing, spans
 from forkserve.tree.spine import copy_plan, trim
@@ -55,7 +55,10 @@ def _take_over(core: Core, tree: ContextTree, tip: Node, now_ms: float) -> None:
             core.finish(task)
     core.publish(tree, tip)
     if missing(tip, tip.length):
-        task = core.ensure(tree, tip)
+        try:
+            task = core.ensure(tree, tip)
+        except AdmissionRefused:
+            return  # the queue is full: the rows are computed for the generation that needs them
         task.held, task.wake_ms = True, now_ms + _COMPANION_MS
 
 
@@ -81,7 +84,7 @@ def join(core: Core, tree: ContextTree, plan: JoinPlan, policy: JoinPolicy) -> J
     tree.move_tip(plan.parent.line, node)
     tree.set_mode(plan.parent, NodeMode.COMMIT)
     plan.parent.generation += 1
-    aborted = tuple(n.id for loser in plan.losers for n in loser.subtree())
+    aborted = tuple(dict.fromkeys(n.id for loser in plan.losers for n in loser.subtree()))
     for loser in plan.losers:
         if loser.live:
             core.abort(tree, loser, lazy=core.config.lazy_abort)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forkserve.control.candidates import Candidate
 from forkserve.control.core import Core
 from forkserve.control.planner import Admission, Load, Plan, Refusal
 from forkserve.control.retention import ttl_s
-from forkserve.errors import ConfigError, ForkServeError, NodeError
+from forkserve.errors import AdmissionRefused, ConfigError, ForkServeError, NodeError
 from forkserve.tree.node import Node
 from forkserve.tree.rows import missing
 from forkserve.tree.tree import ContextTree
@@ -68,8 +68,11 @@ def speculate(
     admitted: dict[int, list[Admission]] = {}
     for admission in plan.admitted:
         admitted.setdefault(admission.candidate.node, []).append(admission)
-    for node, parts in admitted.items():
-        _queue(core, tree, tree.get(node), parts, guesses[node], t_idle_ms)
+    for node, parts in list(admitted.items()):
+        full = _queue(core, tree, tree.get(node), parts, guesses[node], t_idle_ms)
+        if full is not None:
+            del admitted[node]
+            plan = replace(plan, refused=(*plan.refused, full))
     return _answers(core, plan, admitted, guesses)
 
 
@@ -158,13 +161,16 @@ def _queue(
     parts: Sequence[Admission],
     guess: Sequence[int],
     t_idle_ms: float,
-) -> None:
-    """Make one task of what was admitted for a node: the known part, then the guess."""
+) -> Refusal | None:
+    """Make one task of what was admitted for a node: the known part, then the guess.
+
+    Returns why not, with nothing changed, when the queue is full.
+    """
     now = core.clock.now_ms()
     candidate = parts[0].candidate
     tokens = sum(part.tokens for part in parts)
-    if guess and tokens > candidate.known:
-        tree.extend(node, guess)
+    added = guess if tokens > candidate.known else ()
+    tree.extend(node, added)
     previous = core.tasks.get((tree.session, node.id))
     if previous is not None:
         core.finish(previous)
@@ -177,6 +183,12 @@ def _queue(
     task.chunk = min(part.chunk for part in parts)
     task.deadline_ms = now + t_idle_ms
     task.work = parts[0].kind
-    core.submit(task)
+    try:
+        core.submit(task)
+    except AdmissionRefused as error:
+        core.planner.ledger.release(tree.session, node.id)
+        del node.tokens[len(node.tokens) - len(added) :]
+        return Refusal(candidate, parts[0].kind, error.reason, str(error), tokens)
     life = ttl_s(t_idle_ms / 1e3, 0.0, 0.0, 1.0, sum(p.pages for p in parts), core.config)
     core.arm(node, now + max(t_idle_ms, life * 1e3))
+    return None

@@ -292,6 +292,8 @@ def _adoptable(tree: ContextTree, node: Node, begin: int) -> bool:
         return False
     if not parent.segments or parent.kv_end != begin or parent.line != node.line:
         return False
+    if parent.segment_at(begin) is not parent.segments[-1]:
+        return False  # the parent is growing behind the child's view
     return tree.pool.writable(parent.segments[-1].pages[-1])
 
 

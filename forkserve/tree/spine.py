@@ -127,10 +127,11 @@ def realignable(tree: ContextTree, tip: Node) -> tuple[list[Node], int] | None:
     """The chain of nodes to rewrite and the aligned position to begin at, or None.
 
     A chain can be rewritten where it has no branch: every row from the first misaligned segment
-    on is seen by the tip alone.  Only a complete path is worth it.
+    on is seen by the tip alone.  Only a path without a hole is worth it; rows pending at its end,
+    as after every generation, are none.
     """
     size = tree.pool.page_size
-    if tip.children or missing(tip, tip.length) or not tip.segments:
+    if tip.children or not tip.segments or missing(tip, tip.kv_end):
         return None
     chain: list[Node] = []
     crooked: int | None = None

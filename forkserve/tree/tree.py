@@ -92,6 +92,12 @@ class ContextTree:
             out.extend(part)
         return out
 
+    def owner(self, node: Node, length: int) -> Node:
+        """The node on the path root..node that a fork after `length` tokens hangs under."""
+        while node.parent is not None and length <= node.alias_len:
+            node = node.parent
+        return node
+
     def match(self, child: Node, tokens: array[int]) -> int:
         """How many of `tokens`, observed after the child's parent, the child holds already.
 
@@ -127,15 +133,18 @@ class ContextTree:
         tokens: Tokens,
         now_ms: float,
         mode: NodeMode = NodeMode.SPEC,
+        alias_len: int | None = None,
     ) -> Node:
-        """A child that sees the parent's first ``parent.length`` positions; no page is touched.
+        """A child that sees the parent's first `alias_len` positions (default: all of them).
 
-        Seals the parent's open segment: what the parent writes from now on goes elsewhere, so that
-        the child's view cannot change under it.
+        No page is touched.  Seals the parent's open segment: what the parent writes from now on
+        goes elsewhere, so that the child's view cannot change under it.
         """
-        node = self._add(parent, branch, parent.length, tokens, mode, now_ms)
-        if parent.segments and parent.segments[-1].end >= parent.length:
-            parent.segments[-1].sealed = True  # rows still pending seal it when they are written
+        at = parent.length if alias_len is None else alias_len
+        node = self._add(parent, branch, at, tokens, mode, now_ms)
+        last = parent.segments[-1] if parent.segments else None
+        if last is not None and last.end >= at and parent.segment_at(at) is last:
+            last.sealed = True  # rows still pending seal it when they are written
         node.evicted = parent.evicted
         node.generation = parent.generation
         return node
@@ -197,9 +206,11 @@ class ContextTree:
         """The tip of a line died: the line goes back to its nearest live node, or ends."""
         line = node.line
         del self.tips[line]
-        parent = node.parent
-        if parent is not None and parent.line == line and committed(parent):
-            self.tips[line] = parent
+        above = node.parent
+        while above is not None and not above.live:  # dead together with the tip
+            above = above.parent
+        if above is not None and above.line == line and committed(above):
+            self.tips[line] = above
 
     def _add(
         self,

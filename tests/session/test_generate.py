@@ -1,0 +1,341 @@
+"""Replies, streams, several branches at once."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from forkserve import Branch, Engine, SamplingParams
+from forkserve.engine import MockBackend
+from forkserve.errors import (
+    BackendError,
+    ConfigError,
+    ContextOverflow,
+    NodeError,
+    OutOfPages,
+    SessionError,
+)
+from forkserve.types import derive_seed
+
+Make = Callable[..., Engine]
+EOS = 259
+SNOW = "naïve ☃ snow \N{SNOWMAN WITHOUT SNOW} 🌨!"
+
+
+def mock(eng: Engine) -> MockBackend:
+    assert isinstance(eng.backend, MockBackend)
+    return eng.backend
+
+
+# --- replies ----------------------------------------------------------------------------------
+
+
+def test_reply(make: Make) -> None:
+    eng = make("hello", "again")
+    with eng.session("abc") as s:
+        reply = s.generate()
+        assert str(reply) == reply.text == "hello"
+        assert reply.tokens == (*b"hello", EOS)
+        assert (reply.finish_reason, reply.logprobs) == ("eos", ())
+        assert s.text == "abchello<|eos|>"
+        reply = s.tip.generate(3, logprobs=True)
+        assert (reply.text, reply.finish_reason, len(reply.logprobs)) == ("aga", "length", 3)
+        with pytest.raises(AttributeError):
+            reply.text = "no"  # type: ignore[misc]
+        assert s.generate(0).tokens == ()
+
+
+def test_sampling_by_params_and_by_name(eng: Engine) -> None:
+    hot = SamplingParams(temperature=1.0, seed=5)
+    replies = []
+    for options in (
+        {"params": hot},
+        {"temperature": 1.0, "seed": 5},
+        {"params": hot, "seed": 6},
+        {"temperature": 1.0, "seed": 6},
+        {},
+    ):
+        with eng.session("abc") as s:
+            replies.append(s.generate(20, **options).tokens)
+    a, b, c, d, greedy = replies
+    assert a == b != c == d != greedy
+    with eng.session("abc") as s:
+        with pytest.raises(ConfigError, match="top_p"):
+            s.generate(1, top_p=2.0)
+        with pytest.raises(TypeError, match="temprature"):
+            s.generate(1, temprature=2.0)
+        with pytest.raises(ConfigError, match="max_tokens"):
+            s.generate(-1)
+
+
+def test_stop_strings_end_the_text_but_stay_in_the_tree(make: Make) -> None:
+    eng = make("Thought: x\nObservation: y")
+    with eng.session("abc") as s:
+        reply = s.generate(100, stop=("\nObservation:",))
+        assert (reply.text, reply.finish_reason) == ("Thought: x", "stop")
+        assert s.text == "abcThought: x\nObservation:"
+
+
+def test_a_speculative_branch_becomes_an_attempt(make: Make) -> None:
+    eng = make("one", "two")
+    with eng.session("abc") as s:
+        a, b = s.fork("a", "?"), s.fork("b", "!")
+        assert (a.generate(9).text, b.generate(9).text) == ("one", "two")
+        assert (a.text, b.text, s.text) == ("?one<|eos|>", "!two<|eos|>", "abc")
+
+
+def test_errors_of_the_engine_arrive(make: Make) -> None:
+    eng = make(max_context=16)
+    with eng.session("abc") as s:
+        assert s.generate(100, ignore_eos=True).finish_reason == "context"
+        with pytest.raises(ContextOverflow):
+            s.generate(1)
+        with pytest.raises(ContextOverflow):
+            s.append("x")
+    eng = make(capacity_pages=4)
+    with eng.session("abc") as s:
+        with pytest.raises(OutOfPages):
+            s.generate(100, ignore_eos=True)
+        with pytest.raises(OutOfPages):
+            "".join(s.fork("b", "x" * 16).stream(9, ignore_eos=True))
+    eng = make()
+    with eng.session("abc") as s:
+        mock(eng).fail_next()
+        with pytest.raises(BackendError):
+            s.generate(3)
+        mock(eng).fail_next(ValueError("odd"))
+        stream = s.stream(3)
+        with pytest.raises(BackendError, match="odd"):
+            next(stream)
+        with pytest.raises(StopIteration):
+            next(stream)
+        assert stream.reply.finish_reason == "error"
+        assert len(s.generate(3).tokens) == 3
+
+
+# --- streams ----------------------------------------------------------------------------------
+
+
+def test_stream_gives_whole_characters(make: Make) -> None:
+    eng = make(SNOW, SNOW)
+    with eng.session("abc") as s, eng.session("abc") as t:
+        stream = s.stream(100)
+        assert stream.reply.finish_reason is None
+        pieces = list(stream)
+        assert "".join(pieces) == SNOW
+        assert "\ufffd" not in "".join(pieces)
+        assert all(pieces)
+        assert stream.reply == t.generate(100)
+        assert list(stream) == []
+
+
+def test_stream_never_shows_a_stop_string(make: Make) -> None:
+    eng = make("one STOX two STOP three")
+    with eng.session("abc") as s:
+        shown = ""
+        for piece in (stream := s.stream(100, stop=("STOP",))):
+            shown += piece
+            assert "STO" not in shown.replace("STOX", "")
+        assert shown == stream.reply.text == "one STOX two "
+        assert stream.reply.finish_reason == "stop"
+
+
+def test_a_broken_character_at_the_end(make: Make) -> None:
+    eng = make(SNOW)
+    with eng.session("abc") as s:
+        cut = len("naïve ".encode()) + 1
+        assert "".join(s.stream(cut)) == "naïve \ufffd"
+
+
+def test_stream_starts_when_it_is_asked(make: Make) -> None:
+    eng = make("hi")
+    with eng.session("abc") as s:
+        unused = s.stream(5)
+        assert s.generate(5).text == "hi"
+        unused.close()
+        assert list(unused) == []
+        dead = s.fork("b", "x")
+        stream = dead.stream(5)
+        dead.abort()
+        with pytest.raises(NodeError, match="dead"):
+            next(stream)
+
+
+@pytest.mark.parametrize("how", ["close", "with", "error", "drop"])
+def test_leaving_a_stream_early_cancels_it(make: Make, cancels: list[int], how: str) -> None:
+    eng = make(slow_ms=1)
+    with eng.session("abc") as s:
+        if how == "close":
+            stream = s.stream(500, ignore_eos=True)
+            next(stream)
+            stream.close()
+            stream.close()
+            assert stream.reply.finish_reason == "cancelled"
+        elif how == "with":
+            with s.stream(500, ignore_eos=True) as stream:
+                next(stream)
+        elif how == "error":
+            stream = s.stream(500, ignore_eos=True)
+            with pytest.raises(ZeroDivisionError), stream:  # noqa: PT012
+                next(stream)
+                raise ZeroDivisionError
+        else:
+            for _ in s.stream(500, ignore_eos=True):
+                break
+        s.commit("and on")
+        assert len(cancels) == (1 if how != "drop" else len(cancels))
+        assert s.text.endswith("and on")
+        assert len(s.tokens) < 100
+        assert s.generate(2).finish_reason == "length"
+
+
+def test_a_dropped_stream_that_is_part_of_a_cycle(make: Make) -> None:
+    """Its finalizer runs wherever the collector runs, and must not touch the engine there."""
+    eng = make(slow_ms=1)
+    with eng.session("abc") as s:
+        box: list[object] = [s.stream(500, ignore_eos=True)]
+        box.append(box)
+        next(box[0])  # type: ignore[call-overload]
+        del box
+        with eng._core.lock:
+            gc.collect()
+        if eng.config.background:
+            deadline = time.monotonic() + 5
+            while eng.stats().queued and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert not eng.stats().queued, "it ends by itself"
+        assert len(s.tokens) < 100
+        s.commit("x")
+
+
+def test_streams_side_by_side_share_passes(make: Make) -> None:
+    eng = make()
+    with eng.session("abc") as s:
+        branches = [s.fork(text=t) for t in "xyz"]
+        streams = [b.stream(8, ignore_eos=True) for b in branches]
+        texts = ["", "", ""]
+        while any(stream.reply.finish_reason is None for stream in streams):
+            for number, stream in enumerate(streams):
+                texts[number] += next(stream, "")
+        for text, branch, stream in zip(texts, branches, streams, strict=True):
+            assert text + "".join(stream) == stream.reply.text
+            assert branch.tokens[1:] == list(stream.reply.tokens)
+        if not eng.config.background:
+            assert max(mock(eng).sizes) == 3  # type: ignore[attr-defined]
+
+
+# --- several at once --------------------------------------------------------------------------
+
+
+def test_generate_many_is_one_batch_and_the_same_as_one_by_one(make: Make) -> None:
+    eng = make()
+    with eng.session("abc", prefill=True, seed=1) as s:
+        branches = [s.fork(text=f"way {n}") for n in range(5)]
+        mock(eng).sizes.clear()  # type: ignore[attr-defined]
+        replies = s.generate_many(branches, 10, temperature=0.8, seed=7, ignore_eos=True)
+        if not eng.config.background:
+            assert mock(eng).sizes == [5] * 10  # type: ignore[attr-defined]
+    for number, reply in enumerate(replies):
+        with eng.session(f"abcway {number}") as t:
+            seed = derive_seed(7, number)
+            cold = t.generate(10, temperature=0.8, seed=seed, ignore_eos=True)
+            assert cold == reply
+
+
+def test_generate_many_draws_differently_on_equal_branches(eng: Engine) -> None:
+    with eng.session("abc", seed=1) as s:
+        branches = [s.fork() for _ in range(4)]
+        replies = s.generate_many(branches, 10, temperature=1.0)
+        assert len({reply.tokens for reply in replies}) == 4
+        branches[2].commit()
+        assert s.tokens[3:] == list(replies[2].tokens)
+        assert [b.alive for b in branches] == [False, False, True, False]
+        assert s.generate_many([]) == []
+        assert s.generate_many([s.tip], 2)[0].tokens == tuple(s.tokens[-2:])
+
+
+def test_generate_many_with_a_dead_branch_starts_nothing(eng: Engine) -> None:
+    with eng.session("abc") as s:
+        a, b = s.fork("a", "1"), s.fork("b", "2")
+        b.abort()
+        with pytest.raises(NodeError, match="dead"):
+            s.generate_many([a, b], 5)
+        assert a.text == "1"
+        assert eng.stats().queued == 0
+        a.commit()
+
+
+def test_generate_many_cancels_the_others_when_one_cannot_start(make: Make) -> None:
+    eng = make()
+    with eng.session("abc") as s:
+        a, b = s.fork("a", "1"), s.fork("b", "2")
+        b.speculate(guess="3", q=1.0)
+        with pytest.raises(NodeError, match="guess"):
+            s.generate_many([a, b], 500, ignore_eos=True)
+        assert len(a.tokens) < 100
+        a.commit()
+
+
+def test_threads_on_branches_of_one_session(make: Make) -> None:
+    eng = make()
+    with eng.session("abc") as s:
+        branches = [s.fork(text=f"way {n}") for n in range(6)]
+        replies: dict[int, tuple[int, ...]] = {}
+
+        def work(number: int) -> None:
+            replies[number] = branches[number].generate(10, ignore_eos=True).tokens
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for number, branch in enumerate(branches):
+            assert branch.tokens == [*f"way {number}".encode(), *replies[number]]
+
+
+def test_threads_that_go_on_with_branches_of_their_own(make: Make) -> None:
+    eng = make(slow_ms=1)
+    with eng.session("abc") as s:
+        branches = [s.fork(text=f"way {n}") for n in range(6)]
+        errors: list[Exception] = []
+
+        def work(branch: Branch) -> None:
+            try:
+                for turn in range(5):
+                    branch.generate(3, ignore_eos=True)
+                    branch.commit(f"seen {turn}")
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(branch,)) for branch in branches]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert all(branch.text.endswith("seen 4") for branch in branches)
+
+
+def test_closing_while_another_thread_waits(make: Make) -> None:
+    eng = make(slow_ms=2)
+    s = eng.session("abc")
+    errors = []
+
+    def work() -> None:
+        try:
+            s.generate(1000, ignore_eos=True)
+        except SessionError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not eng.stats().decode_steps:
+        time.sleep(0.001)
+    s.close()
+    thread.join()
+    assert "closed" in errors[0]

@@ -1,0 +1,218 @@
+"""A session as an object: opening, looking in, closing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from forkserve import Engine, NodeMode, SamplingParams, Session
+from forkserve.errors import ConfigError, NodeError, SessionError
+
+Make = Callable[..., Engine]
+
+
+@pytest.mark.parametrize("prompt", ["abc", [97, 98, 99], (97, 98, 99)])
+def test_prompt_is_text_or_ids(eng: Engine, prompt: str | list[int]) -> None:
+    with eng.session(prompt) as s:
+        assert (s.text, s.tokens) == ("abc", [97, 98, 99])
+        assert s.tip.id == s.tip.tip == eng.tip(s.id)
+
+
+def test_messages_are_rendered_by_the_template(eng: Engine) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    with Session(eng, messages) as s:
+        rendered = eng.backend.tokenizer.render(messages)
+        assert s.text == rendered
+        assert s.tokens == eng.backend.tokenizer.encode(rendered)
+        assert rendered.endswith("assistant\n")
+
+
+@pytest.mark.parametrize("prompt", ["", [], [{"role": "user"}, "no"], [{"content": "x"}], [-1]])
+def test_bad_prompts_are_refused(eng: Engine, prompt: object) -> None:
+    with pytest.raises(ConfigError):
+        Session(eng, prompt)  # type: ignore[arg-type]
+    assert eng.sessions() == []
+
+
+def test_options_reach_open(make: Make) -> None:
+    eng = make(prefix_index=True)
+    with eng.session("a prompt of some length", session="one", tenant="t", prefill=True) as s:
+        assert s.id == "one"
+        assert eng.tree("one").tenant == "t"
+        assert s.cached_tokens == 0
+        with pytest.raises(SessionError, match="open already"):
+            eng.session("x", session="one")
+        with eng.session("a prompt of some length", tenant="t") as again:
+            assert again.cached_tokens == 20
+        with eng.session("a prompt of some length", tenant="t", salt="other") as apart:
+            assert apart.cached_tokens == 0
+
+
+def test_prefill_shares_the_pass_of_the_first_token_unless_asked_for(make: Make) -> None:
+    eng = make()
+    with eng.session("some prompt"):
+        assert eng.stats().forward_passes == 0
+    with eng.session("some prompt", prefill=True) as s:
+        assert eng.stats().forward_passes == 1
+        s.generate(1)
+        assert eng.stats().forward_passes == 2
+    with eng.session("some prompt") as s:
+        s.generate(1)
+        assert eng.stats().forward_passes == 3
+
+
+def test_leaving_closes_and_closing_twice_is_fine(eng: Engine) -> None:
+    with eng.session("abc") as s:
+        b = s.fork("b", "x")
+        s.generate(2)
+        assert not s.closed
+    assert s.closed
+    assert eng.sessions() == []
+    s.close()
+    with s:  # a closed session may be entered and left again
+        pass
+    for use in (
+        lambda: s.text,
+        lambda: s.tip,
+        lambda: s.generate(1),
+        lambda: s.commit("x"),
+        lambda: s.fork("y"),
+        lambda: s.append("x"),
+        lambda: next(s.stream(1)),
+        lambda: s.join([b]),
+        lambda: b.text,
+        lambda: b.fork("z"),
+        b.abort,
+    ):
+        with pytest.raises(SessionError):
+            use()
+    assert (b.alive, b.mode) == (False, NodeMode.DEAD)
+    assert "closed" in repr(s)
+    assert "dead" in repr(b)
+
+
+def test_leaving_by_an_exception_closes(eng: Engine) -> None:
+    with pytest.raises(ZeroDivisionError), eng.session("abc") as s:  # noqa: PT012
+        s.generate(3)
+        raise ZeroDivisionError
+    assert s.closed
+
+
+def test_a_later_session_of_the_same_id_is_another_one(eng: Engine) -> None:
+    old = eng.session("abc", session="same")
+    branch = old.fork("b", "x")
+    old.close()
+    with eng.session("xyz", session="same") as new:
+        assert old.closed
+        assert not branch.alive
+        with pytest.raises(SessionError, match="another one"):
+            old.generate(1)
+        with pytest.raises(SessionError):
+            branch.generate(1)
+        old.close()
+        assert not new.closed
+
+
+def test_the_tip_moves_with_commits(eng: Engine) -> None:
+    with eng.session("abc") as s:
+        root = s.tip
+        s.fork("no", "xyz")
+        result = s.commit("def")
+        assert s.tip.id == result.winner != root.id
+        assert s.text == "abcdef"
+        assert root.tip == s.tip.id, "it follows its line"
+        assert s.append("gh") == 8
+        assert s.text == root.full_text == "abcdefgh"
+        assert s.tip.text == "defgh"
+        assert s.tip.parent is not None
+        assert s.tip.parent.text == "abc"
+        s.commit("abcdefghij", full=True)
+        assert s.text == "abcdefghij"
+        with pytest.raises(NodeError, match="does not extend"):
+            s.commit("nonsense", full=True)
+
+
+def test_commit_prefers_the_branch_that_is_named(eng: Engine) -> None:
+    with eng.session("abc") as s:
+        one, two = s.fork("one", "same"), s.fork("two", "same")
+        assert s.commit("same!", branch="two").winner == two.id
+        assert two.alive
+        assert not one.alive
+
+
+def test_branch_by_id(eng: Engine) -> None:
+    with eng.session("abc") as s, eng.session("xyz") as other:
+        b = s.fork("name", "text")
+        assert s.branch(b.id) == b
+        assert hash(s.branch(b.id)) == hash(b)
+        assert s.branch(b.id).name == "name"
+        assert b != s.tip
+        with pytest.raises(NodeError, match="no node 99"):
+            s.branch(99)
+        with pytest.raises(NodeError, match="another session"):
+            other.join([b])
+        with pytest.raises(NodeError, match="another session"):
+            other.generate_many([b])
+        b.abort()
+        with pytest.raises(NodeError, match="dead"):
+            s.branch(b.id)
+
+
+def test_object_face_and_verbs_do_the_same(make: Make) -> None:
+    """The same program in both faces gives the same tokens, nodes and numbers."""
+    eng, twin = make(seed=3), make(seed=3)
+    params = SamplingParams(temperature=1.0)
+    with eng.session("system and user") as s:
+        happy, fail = s.fork("bash", "<tool>"), s.fork("err", "<error>")
+        happy.speculate(t_idle_ms=2900)
+        fail.speculate(priority=0.2, t_idle_ms=2900)
+        eng.drain_slack()
+        committed = s.commit("<tool>result")
+        reply = s.generate(12, params)
+        face = (list(reply.tokens), committed, s.tokens)
+    h = twin.open("system and user", prefill=False)
+    node = twin.fork(h.id, h.tip, "bash", "<tool>")
+    other = twin.fork(h.id, h.tip, "err", "<error>")
+    twin.speculate(h.id, node, t_idle_ms=2900)
+    twin.speculate(h.id, other, priority=0.2, t_idle_ms=2900)
+    twin.drain_slack()
+    committed = twin.commit(h.id, h.tip, "<tool>result")
+    tokens = twin.generate(h.id, 12, params=params)
+    assert face == (tokens, committed, twin.tokens(h.id))
+
+
+def test_ids_decide_at_a_seam(eng: Engine) -> None:
+    """Text is encoded on its own: a marker that is cut in two is not the marker."""
+    whole, left, right = "x<|im_end|>", "x<|im_", "end|>"
+    with eng.session("abc") as s, eng.session("abc") as t:
+        s.commit(whole)
+        t.commit(left)
+        t.append(right)
+        assert s.text == t.text
+        assert s.tokens != t.tokens
+        assert len(s.tokens) < len(t.tokens)
+
+
+def test_sessions_in_threads(make: Make) -> None:
+    """Each thread its session: they share the engine."""
+    eng = make()
+    replies: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        with eng.session(f"prompt {number}") as s:
+            s.fork("a", "guess").speculate()
+            s.commit("guess, right")
+            replies[number] = str(s.generate(10, ignore_eos=True))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, text in replies.items():
+        with eng.session(f"prompt {number}") as s:
+            s.commit("guess, right")
+            assert str(s.generate(10, ignore_eos=True)) == text
+    assert len(replies) == 8
