@@ -4,11 +4,13 @@
 
 Every verb happens whole, or raises a `ForkServeError` and changes nothing.  Sessions and nodes are
 named by (session id, node id); a dead or foreign name is a typed error.  All verbs may be called
-from any thread; two threads may not be at the same line of a session at once.
+from any thread: commits, joins and promotions of one session take turns, and what would change a
+node while a generation runs on it is a SessionError.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,10 +21,11 @@ from forkserve.control.commit import CommitResult
 from forkserve.control.core import Core
 from forkserve.control.experience import Experience
 from forkserve.control.join import JoinResult, plan_join
+from forkserve.control.journal import NullJournal
 from forkserve.control.retention import ttl_s
 from forkserve.errors import ConfigError, NodeError, SessionError
-from forkserve.speculating import Speculating
-from forkserve.tree.node import Node
+from forkserve.handle import SessionHandle
+from forkserve.keeping import Keeping
 from forkserve.tree.spine import take_prefix
 from forkserve.tree.tree import ContextTree
 from forkserve.types import JoinPolicy, NodeMode, Tokens, derive_seed
@@ -30,43 +33,41 @@ from forkserve.types import JoinPolicy, NodeMode, Tokens, derive_seed
 if TYPE_CHECKING:
     from forkserve.engine.protocol import Backend
     from forkserve.session import Prompt, Session
+    from forkserve.store import Store
 
 __all__ = ["Engine", "SessionHandle"]
 
 
-class SessionHandle:
-    """Names an open session.  `tip` is always the present one, also after a commit."""
-
-    __slots__ = ("_engine", "cached_tokens", "id", "root", "tenant")
-
-    def __init__(self, engine: Engine, tree: ContextTree, cached_tokens: int) -> None:
-        self._engine = engine
-        self.id = tree.session
-        self.root = tree.root.id
-        self.tenant = tree.tenant
-        self.cached_tokens = cached_tokens
-
-    @property
-    def tip(self) -> int:
-        """Node at the end of the committed main line.  Raises SessionError once closed."""
-        return self._engine.tip(self.id)
-
-    def __repr__(self) -> str:
-        return f"SessionHandle(id={self.id!r}, root={self.root}, tenant={self.tenant!r})"
-
-
-class Engine(Speculating):
+class Engine(Keeping):
     """Verbs over a backend.
 
     config: defaults to the backend's.  With ``config.background`` the loop runs in a thread of its
     own; otherwise it runs in whichever thread waits (`generate`, `drain_slack`, ...).
+    store: a directory, or a `forkserve.store.Store`: sessions are then kept there (`resume`), and
+    states can be published and restored.  The engine closes what it opened itself.
     """
 
-    def __init__(self, backend: Backend, config: ForkServeConfig | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        config: ForkServeConfig | None = None,
+        *,
+        store: Store | str | os.PathLike[str] | None = None,
+    ) -> None:
         if config is not None and config != backend.config:
             raise ConfigError("engine and backend have different configs; give both the same one")
-        super().__init__(Core(backend))
-        self._opened = 0
+        mine = store is not None and isinstance(store, (str, os.PathLike))
+        if isinstance(store, (str, os.PathLike)):
+            from forkserve.store import Store
+
+            store = Store(store)
+        try:
+            super().__init__(Core(backend), store)
+        except BaseException:
+            if mine and store is not None:
+                store.close()
+            raise
+        self._closes_store = mine
 
     # ---------------------------------------------------------------- open and close
 
@@ -97,6 +98,7 @@ class Engine(Speculating):
         self._guard.fits(len(ids), "prompt")
         with core.lock:
             self._loop.check()
+            session = self._named(session)
             self._opened += 1
             name = session if session is not None else f"s{self._opened}"
             if name in core.trees:
@@ -119,14 +121,18 @@ class Engine(Speculating):
             )
             cached = take_prefix(tree, core.index) if self.config.prefix_index else 0
             core.count.cached_tokens += cached
-            handle = SessionHandle(self, tree, cached)
-        if prefill:
-            try:
+            if self._journal is not None:
+                self._journal.opened(tree, self._seeds[name])
+        try:
+            if prefill and self.store is not None:
+                cached += self._bring_back(tree, root).tokens
+            if prefill:
                 self._complete(tree, root)
-            except BaseException:
-                self.close(name)
-                raise
-        return handle
+        except BaseException:
+            self.close(name)
+            raise
+        self._saved(name, now=True)
+        return SessionHandle(self, tree, cached)
 
     def session(self, prompt: Prompt, **options: Any) -> Session:
         """Open a session as an object: text in, text out.
@@ -153,10 +159,19 @@ class Engine(Speculating):
                 core.scheduler.cancel_session(session)
             self._seeds.pop(session, None)
             core.changed.notify_all()
+        self._saved(session, now=True)
 
     def shutdown(self) -> None:
-        """Stop the loop, close every session and the backend.  Idempotent."""
+        """Stop the loop, close every session and the backend.  Idempotent.
+
+        In a store the sessions stay open: `resume` brings them back.
+        """
         self._loop.shutdown()
+        if self._journal is not None:
+            self._journal.close()
+            self._core.journal, self._journal = NullJournal(), None
+        if self.store is not None:
+            self.store.publisher.drain()
         with self._core.lock:
             for session in list(self._core.trees):
                 self.close(session)
@@ -164,6 +179,8 @@ class Engine(Speculating):
             for _, pages in self._core.pending:
                 self._core.pool.unpin(pages)
             self._core.pending.clear()
+        if self.store is not None and self._closes_store:
+            self.store.close()
         self.backend.close()
 
     def __enter__(self) -> Engine:
@@ -194,7 +211,7 @@ class Engine(Speculating):
         known to follow on this branch.  at: leave the parent's path after that many tokens, rather
         than at its end; the child hangs under the node that holds them.
         """
-        ids = self._guard.ids(tokens) if tokens else ()
+        ids = self._guard.ids(tokens)
         core = self._core
         with core.lock:
             tree = core.tree(session)
@@ -221,8 +238,10 @@ class Engine(Speculating):
                 lines.require_tip(tree, target, "append to")
             lines.require_known(target)
             tree.extend(target, ids)
-            target.known = target.length
-            return target.length
+            target.known = length = target.length
+        if target.mode is not NodeMode.SPEC:
+            self._saved(session, now=True)
+        return length
 
     def attempt(self, session: str, node: int) -> int:
         """Run a branch for real: it becomes the committed tip of a line of its own.
@@ -233,7 +252,8 @@ class Engine(Speculating):
         with self._core.lock:
             tree = self._core.tree(session)
             lines.attempt(self._core, tree, tree.get(node))
-            return node
+        self._saved(session, now=True)
+        return node
 
     def promote(self, session: str, node: int) -> int:
         """Make a live node the tip of the main line without an observation; returns its id.
@@ -243,7 +263,8 @@ class Engine(Speculating):
         with self._guard.settled(session) as tree:
             self._guard.idle(tree, tree.tip)
             lines.promote(self._core, tree, tree.get(node))
-            return node
+        self._saved(session, now=True)
+        return node
 
     def abort(
         self, session: str, node: int, *, lazy: bool | None = None, cascade: bool = True
@@ -257,10 +278,15 @@ class Engine(Speculating):
         core = self._core
         with core.lock:
             tree = core.tree(session)
-            if node not in tree.nodes and 0 < node < tree.next_id:
+            if tree.is_dead(node):
                 return 0
             late = self.config.lazy_abort if lazy is None else lazy
-            return lines.abort(core, tree, tree.get(node), lazy=late, cascade=cascade)
+            target = tree.get(node)
+            kept = target.mode is not NodeMode.SPEC
+            freed = lines.abort(core, tree, target, lazy=late, cascade=cascade)
+        if kept:
+            self._saved(session, now=True)
+        return freed
 
     def drain_aborts(self) -> int:
         """Give back the pages of lazily aborted branches; returns how many became free."""
@@ -330,7 +356,9 @@ class Engine(Speculating):
                 raise ConfigError("commit needs at least one observed token")
             self._guard.fits(length + len(observed), "sequence")
             target = lines.retract(self._core, tree, target, length)
-            return merging.commit(self._core, tree, target, observed, branch)
+            result = merging.commit(self._core, tree, target, observed, branch)
+        self._saved(session, now=True)
+        return result
 
     def join(
         self,
@@ -347,7 +375,7 @@ class Engine(Speculating):
 
         It hangs under the common parent (or `parent`), which must be the tip of its line.
         """
-        text = self._guard.ids(scaffold) if scaffold else []
+        text = self._guard.ids(scaffold)
         blended = self._guard.ids(blend) if blend is not None else None
         with self._guard.settled(session) as tree:
             plan = plan_join(tree, children, policy, text, blended, k, parent)
@@ -355,12 +383,11 @@ class Engine(Speculating):
             lines.require_tip(tree, plan.parent, "join at")
             self._guard.fits(plan.parent.length + len(plan.tokens), "join")
             self._core.count.joins += 1
-            return merging.join(self._core, tree, plan, JoinPolicy(policy))
+            result = merging.join(self._core, tree, plan, JoinPolicy(policy))
+        self._saved(session, now=True)
+        return result
 
-    def _complete(self, tree: ContextTree, node: Node) -> None:
-        """Wait until a node's rows are computed."""
-        with self._core.lock:
-            task = self._core.ensure(tree, node)
-        self._loop.run_until(lambda: task.done)
-        if task.error is not None:
-            raise task.error
+    def _reopen(
+        self, tokens: Sequence[int], session: str | None, tenant: str, salt: str, seed: int
+    ) -> SessionHandle:
+        return self.open(tokens, session=session, tenant=tenant, salt=salt, seed=seed)

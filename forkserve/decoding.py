@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from forkserve.control import lines
 from forkserve.control.core import Core
@@ -26,6 +27,7 @@ class Decoding(Inspection):
         self._guard = Guard(core, self._loop)
         self._generations = 0
         self._seeds: dict[str, int] = {}  # by session
+        self._opened = 0  # sessions so far
 
     def generate(
         self,
@@ -102,8 +104,9 @@ class Decoding(Inspection):
                 max_tokens,
                 params,
                 seed,
+                self.backend.info.vocab_size,
                 lambda ids: self.backend.tokenizer.decode_bytes(ids, skip_special=True),
-                self._loop.run_until,
+                partial(self._follow, session),
                 self._cancel,
             )
             generation.started_ms = core.clock.now_ms()
@@ -113,6 +116,14 @@ class Decoding(Inspection):
             if not generation.done:
                 core.ensure(tree, target, generation)
             return generation
+
+    def _follow(self, session: str, done: Callable[[], bool]) -> None:
+        """Wait for a generation; what has ended is durable before its waiter goes on."""
+        self._loop.run_until(done)
+        self._saved(session)
+
+    def _saved(self, session: str, *, now: bool = False) -> None:
+        """A hook for engines with a store; see `forkserve.durable`."""
 
     def _cancel(self, generation: Generation) -> None:
         core = self._core

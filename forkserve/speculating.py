@@ -40,7 +40,7 @@ class Speculating(Decoding):
         and how its output begins.
         strict: raise AdmissionRefused when nothing was admitted, instead of only saying so.
         """
-        ids = self._guard.ids(guess) if guess else []
+        ids = self._guard.ids(guess)
         with self._core.lock:
             tree = self._core.tree(session)
             target = tree.get(node)
@@ -110,6 +110,8 @@ class Speculating(Decoding):
         with self._core.lock:
             self._core.tree(session)
             self._core.experience[session].tool_ran(tool, ms, ids, schema_stable)
+            if ms is not None:
+                self._core.journal.tool_ran(session, tool, ms)
 
     def speculate_from_grammar(
         self,
@@ -144,16 +146,19 @@ class Speculating(Decoding):
     def drain_slack(self) -> int:
         """Run speculation: one tick's share, or with a background loop all that is queued.
 
-        Returns the tokens that ran, 0 when nothing is left.
+        Returns the tokens that ran, 0 when nothing is left; rows that a fork left unaligned are put
+        in order then.
         """
         core, loop = self._core, self._loop
-        before = loop.speculated
+        before = core.speculated
         whole = self.config.background
 
         def done() -> bool:
-            return (not whole and loop.speculated > before) or not core.scheduler.jobs(
+            return (not whole and core.speculated > before) or not core.scheduler.jobs(
                 JobClass.SPEC
             )
 
         loop.run_until(done)
-        return loop.speculated - before
+        if core.speculated == before:
+            loop.upkeep()
+        return core.speculated - before

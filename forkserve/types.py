@@ -151,7 +151,7 @@ class SampleSpec:
     position: int
     request: int
     step: int
-    allowed: Sequence[int] | None = None
+    allowed: Sequence[int] | IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
 from forkserve.control.experience import Experience
 from forkserve.control.fairness import FairMeter
 from forkserve.control.generation import Generation
+from forkserve.control.journal import Journal, NullJournal
 from forkserve.control.planner import Planner, PoolView
 from forkserve.control.scheduler import Scheduler
 from forkserve.control.stats import Counters, EngineStats, PrefilledTokens
@@ -50,12 +52,18 @@ class Core:
         self.scheduler = Scheduler(self.config, self.meter)
         self.planner = Planner(self.config, backend.predict_ms)
         self.count = Counters()
+        self.journal: Journal = NullJournal()
+        # Asks a store for the pages that it holds for reading; True while it still holds some.
+        self.lent: Callable[[], bool] = lambda: False
+        self.short = False  # work waits for such pages
         self.tasks: dict[tuple[str, int], Task] = {}
         self.parked: list[Task] = []  # committed tasks that wait for pages of older ones
         self.waiting = 0  # verbs that wait for the batch in flight: they go before the next one
+        self.flying = False  # a batch runs
         self.in_flight: set[str] = set()  # sessions with a work in the running batch
         self.pending: list[tuple[list[RowCopy], list[int]]] = []  # copies to run, pages pinned
         self._serial = 0
+        self.speculated = 0  # tokens of speculation run so far
         self.finished = 0  # tasks that ended so far
         self.due_ms = inf  # no armed time to live ends before this
 
@@ -214,6 +222,18 @@ class Core:
         self.pending.append((copies, pages))
         self.count.copied_rows += sum(copy.rows for copy in copies)
 
+    def drop_copies(self) -> None:
+        """Forget copies into pages that nobody holds any more, and let their sources go."""
+        if self.flying:
+            return  # they are running
+        kept = []
+        for copies, pages in self.pending:
+            if any(self.pool.refs[copy.dst_page] for copy in copies):
+                kept.append((copies, pages))
+            else:
+                self.pool.unpin(pages)
+        self.pending = kept
+
     # ---------------------------------------------------------------- time to live
 
     def arm(self, node: Node, deadline_ms: float) -> None:
@@ -293,6 +313,8 @@ class Core:
             node.mode = NodeMode.DEAD
         tree.nodes.clear()
         tree.dead.clear()
+        self.journal.closed(tree.session)
+        self.drop_copies()
         del self.trees[tree.session], self.experience[tree.session]
         self.planner.ledger.release_session(tree.session)
         if not any(other.tenant == tree.tenant for other in self.trees.values()):

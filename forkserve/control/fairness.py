@@ -7,6 +7,7 @@ what was aborted stays paid:  charge = cost of committed work + kappa * wasted t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forkserve.config import ForkServeConfig
@@ -64,6 +65,17 @@ class FairMeter:
         """The tenant has a session.  A new one starts level with those that are being served."""
         account = self._accounts.setdefault(tenant, _Account(self._level()))
         account.closed = False
+
+    def bill(self, tenant: str) -> dict[str, float]:
+        """What a store keeps of the tenant: its counter, and what it was charged."""
+        return {"counter": self.counter(tenant), "charged": self.charged(tenant)}
+
+    def restore(self, tenant: str, bill: Mapping[str, float]) -> None:
+        """`open` for a tenant with a past, as `bill` gave it; one that is here already goes on."""
+        if tenant not in self._accounts:
+            counter = max(bill.get("counter", 0.0), self._level())
+            self._accounts[tenant] = _Account(counter, charged=bill.get("charged", 0.0))
+        self.open(tenant)
 
     def counter(self, tenant: str) -> float:
         """Virtual service so far; the tenant with the least goes first."""

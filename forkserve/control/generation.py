@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, TypeVar
 
+import numpy as np
+
 from forkserve.control.text import TextStream
-from forkserve.types import SamplingParams
+from forkserve.errors import ConfigError
+from forkserve.types import IntArray, SamplingParams
 
 __all__ = ["FinishReason", "Generation"]
 
@@ -32,6 +35,7 @@ class Generation:
         limit: int,
         params: SamplingParams,
         seed: int,
+        vocab_size: int,
         decode_bytes: Callable[[Sequence[int]], bytes],
         run_until: Callable[[Callable[[], bool]], None],
         cancel: Callable[[Generation], None],
@@ -42,6 +46,7 @@ class Generation:
         self.limit = limit
         self.params = params
         self.seed = seed
+        self._vocab_size = vocab_size
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
@@ -49,7 +54,7 @@ class Generation:
         self.abandoned = False  # to be cancelled by the next one who looks at the queues
         self.started_ms = 0.0
         self.first_token_ms: float | None = None  # time on the engine's clock
-        self.allowed: Sequence[int] | None = None  # ids the constraint permits next
+        self.allowed: IntArray | None = None  # ids the constraint permits next
         self._pieces: list[str] = []
         self._stream = TextStream(decode_bytes, params.stop)
         self.wait = run_until  # drive the engine, or wait for it, until a condition holds
@@ -120,11 +125,23 @@ class Generation:
             self.narrow()
 
     def narrow(self) -> None:
-        """Ask the constraint what may come next; nothing ends the generation."""
-        if self.params.constraint is not None:
-            self.allowed = self.params.constraint.allowed(self.tokens)
-            if self.allowed is not None and len(self.allowed) == 0:
-                self.end("constraint")
+        """Ask the constraint what may come next; nothing ends the generation.
+
+        Raises ConfigError for an id outside the vocabulary, and whatever the constraint raises.
+        """
+        if self.params.constraint is None:
+            return
+        allowed = self.params.constraint.allowed(self.tokens)
+        self.allowed = None if allowed is None else np.asarray(allowed, dtype=np.int64)
+        if self.allowed is None:
+            return
+        if self.allowed.size == 0:
+            self.end("constraint")
+        elif self.allowed.min() < 0 or self.allowed.max() >= self._vocab_size:
+            raise ConfigError(
+                f"the constraint allows ids {self.allowed.min()}..{self.allowed.max()}, but the "
+                f"vocabulary has {self._vocab_size} ids"
+            )
 
     def end(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """Close the generation; later calls change nothing."""

@@ -15,6 +15,9 @@ first      residual of the first input                    aborted
 winner     residual of the chosen input (``k`` counts     aborted
            from 0 into the inputs)
 =========  =============================================  ==================
+
+`first` and `winner` without a scaffold are a commit of that input: it becomes the committed node
+itself, and every speculative sibling is aborted, named in the call or not.
 """
 
 from __future__ import annotations

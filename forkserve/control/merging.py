@@ -44,6 +44,7 @@ def commit(
     for job in core.scheduler.invalidate(tree.session, node.id, node.generation):
         core.finish(core.tasks[job.session, job.node])
     _take_over(core, tree, outcome.winner, now)
+    core.journal.committed(tree, node, outcome.winner, outcome.result)
     return outcome.result
 
 

@@ -40,9 +40,9 @@ class TextStream:
 
     def _emit(self, fresh: str, *, final: bool) -> str:
         pending = self._held + fresh
-        hits = [(at, s) for s in self._stop if (at := pending.find(s)) >= 0]
-        if hits:
-            at, self.stopped = min(hits)
+        hits = [(at + len(s), at, s) for s in self._stop if (at := pending.find(s)) >= 0]
+        if hits:  # the one that is complete first, so that the pieces make no difference
+            _, at, self.stopped = min(hits)
             piece, self._held = pending[:at], ""
         else:
             keep = 0 if final else self._may_stop(pending)

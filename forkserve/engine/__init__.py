@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from forkserve.engine.mock import MockBackend
-from forkserve.engine.protocol import Backend, Tokenizer
+from forkserve.engine.protocol import Backend, Portable, Tokenizer
 from forkserve.errors import MissingExtra
 
 if TYPE_CHECKING:
     from forkserve.engine.local import LocalBackend
 
-__all__ = ["Backend", "LocalBackend", "MockBackend", "Tokenizer"]
+__all__ = ["Backend", "LocalBackend", "MockBackend", "Portable", "Tokenizer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ later token.  Free slots hold random values, so reading one does as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,33 @@ class MockBackend:
 
     def close(self) -> None:
         self._by_request.clear()
+
+    # ---------------------------------------------------------------- rows as bytes
+
+    def identity(self, weights: Callable[[Sequence[Path]], str]) -> Mapping[str, Any]:
+        return {
+            "weights": "mock/v1",  # there are none: the arithmetic below is the model
+            "architecture": "mock",
+            "config": {},
+            "layout": {"dtype": "uint64", "order": "token,pair", "shape": [2], "row_bytes": 16},
+            "kv_dtype": "uint64",
+            "kv_quantization": "none",
+            "rope": {},
+            "adapter": "none",
+            "variant": {
+                "engine": "mock",
+                "version": "1",
+                "kernels": "numpy/v1",
+                "device": "cpu",
+                "determinism": "exact",
+            },
+        }
+
+    def read_rows(self, spans: Sequence[Span]) -> bytearray:
+        return bytearray(np.concatenate([self._read(span) for span in spans]).tobytes())
+
+    def write_rows(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
+        self._write(span, np.frombuffer(rows, np.uint64).reshape(-1, 2)[at : at + span.length])
 
     # ---------------------------------------------------------------- test aids
 

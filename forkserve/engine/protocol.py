@@ -6,14 +6,15 @@ the pool's business (`forkserve.tree.pool`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from forkserve.clock import Clock
 from forkserve.config import ForkServeConfig
-from forkserve.types import Batch, BatchResult, ModelInfo
+from forkserve.types import Batch, BatchResult, ModelInfo, Span
 
-__all__ = ["Backend", "Tokenizer"]
+__all__ = ["Backend", "Portable", "Tokenizer"]
 
 
 @runtime_checkable
@@ -67,4 +68,29 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Give back tensors and threads.  Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Portable(Protocol):
+    """What a backend offers beyond `Backend` so that its KV can be stored and brought back.
+
+    Rows travel as bytes in the order of ``identity()["layout"]``: for n tokens the layers, then K
+    and V heads, then the n rows of each.  Both methods may run beside `execute`, on pages that no
+    batch writes.
+    """
+
+    def identity(self, weights: Callable[[Sequence[Path]], str]) -> Mapping[str, Any]:
+        """Everything that can change a KV byte or its meaning; see `forkserve.store.identity`.
+
+        weights: turns the files of the weights into their identity.
+        """
+        ...
+
+    def read_rows(self, spans: Sequence[Span]) -> bytearray:
+        """The rows of consecutive spans, as one run."""
+        ...
+
+    def write_rows(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
+        """Write ``span.length`` rows: those from row `at` on of a run such as `read_rows` gives."""
         ...

@@ -183,8 +183,8 @@ def settle(tree: ContextTree, held: Reservation) -> None:
         rows = min(size, segment.end - segment.start - index * size)
         page = segment.pages[index]
         pool.valid[page] = max(pool.valid[page], rows)
-    if any(child.alias_len == segment.end for child in held.node.children.values()):
-        segment.sealed = True
+    if any(held.begin < c.alias_len <= segment.end for c in held.node.children.values()):
+        segment.sealed = True  # forked here before the rows were written, or while they were
     if held.node.mode is NodeMode.SPEC:
         held.node.speculated += held.count
 

@@ -52,7 +52,7 @@ class ContextTree:
         self.epoch = 0  # bumped whenever rows of a committed node move or go away
         self.dead: list[Node] = []  # aborted lazily: pages still held
         self.next_id = 1
-        self._next_line = MAIN_LINE + 1
+        self.next_line = MAIN_LINE + 1
 
     # ---------------------------------------------------------------- look-up
 
@@ -67,14 +67,21 @@ class ContextTree:
 
     def get(self, node_id: int) -> Node:
         """A live node.  Raises NodeError for a dead or unknown id, saying which."""
-        node = self.nodes.get(node_id)
+        try:
+            node = self.nodes.get(node_id)
+        except TypeError:
+            node = None
         if node is not None:
             return node
-        if isinstance(node_id, int) and 0 < node_id < self.next_id:
+        if self.is_dead(node_id):
             raise NodeError(
                 f"node {node_id} of session '{self.session}' is dead: aborted, or lost to a commit"
             )
         raise NodeError(f"session '{self.session}' has no node {node_id!r}")
+
+    def is_dead(self, node_id: int) -> bool:
+        """True for an id that was a node of this tree once."""
+        return isinstance(node_id, int) and 0 < node_id < self.next_id and node_id not in self.nodes
 
     def tokens(self, node: Node, begin: int = 0, end: int | None = None) -> array[int]:
         """Tokens of positions [begin, end) on the path root..node."""
@@ -179,8 +186,8 @@ class ContextTree:
     def start_line(self, node: Node) -> int:
         """Make a speculative node the committed tip of a line of its own (an attempt)."""
         self.set_mode(node, NodeMode.COMMIT)
-        node.line = self._next_line
-        self._next_line += 1
+        node.line = self.next_line
+        self.next_line += 1
         self.tips[node.line] = node
         return node.line
 
@@ -193,8 +200,8 @@ class ContextTree:
 
     def split_line(self, node: Node) -> None:
         """Give the committed chain that starts at `node` a line of its own, idle until promoted."""
-        old, new = node.line, self._next_line
-        self._next_line += 1
+        old, new = node.line, self.next_line
+        self.next_line += 1
         last: Node | None = node
         while last is not None:
             last.line = new

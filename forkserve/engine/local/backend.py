@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +15,12 @@ from forkserve.engine.local.checkpoint import open_checkpoint
 from forkserve.engine.local.cost import CostModel
 from forkserve.engine.local.decoder import Decoder
 from forkserve.engine.local.kv import PagedKV
+from forkserve.engine.local.portable import identity
 from forkserve.engine.protocol import Tokenizer
 from forkserve.engine.sampling import sample
 from forkserve.errors import BackendError, ConfigError
 from forkserve.kernels.plan import plan_attention
-from forkserve.types import Batch, BatchResult, ModelInfo, Work, WorkResult
+from forkserve.types import Batch, BatchResult, ModelInfo, Span, Work, WorkResult
 
 __all__ = ["LocalBackend"]
 
@@ -58,8 +60,10 @@ class LocalBackend:
             eos_ids = source.eos_ids(tokenizer)
             with torch.inference_mode():
                 self._decoder: Decoder | None = Decoder(source, _DTYPES[dtype], context)
+            self._files = source.files()
         finally:
             source.close()
+        self._spec = spec
         self._kv = PagedKV(
             layers=spec.layers,
             kv_heads=spec.kv_heads,
@@ -111,6 +115,18 @@ class LocalBackend:
         """Long runs of freed pages go back to the operating system."""
         if self._decoder is not None:
             self._kv.discard(pages)
+
+    def identity(self, weights: Callable[[Sequence[Path]], str]) -> Mapping[str, Any]:
+        """What must be equal for stored rows to be ours; see `Portable`."""
+        return identity(self._spec, self.info, self._kv, self._files, weights)
+
+    def read_rows(self, spans: Sequence[Span]) -> bytearray:
+        """Rows of consecutive spans as bytes; see `Portable`."""
+        return self._kv.read(spans)
+
+    def write_rows(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
+        """Rows of a stored run into the slots of a span; see `Portable`."""
+        self._kv.write(span, rows, at)
 
     def close(self) -> None:
         """Drop weights and KV.  Idempotent."""

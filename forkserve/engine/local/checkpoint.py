@@ -46,6 +46,10 @@ class Checkpoint(Protocol):
         """Ids that end a generation."""
         ...
 
+    def files(self) -> list[Path]:
+        """Every file whose bytes can change what the model computes."""
+        ...
+
     def close(self) -> None:
         """Let go of the files."""
         ...
@@ -154,6 +158,9 @@ class GGUFCheckpoint:
         named = [self._file.meta.get(f"tokenizer.ggml.{key}") for key in keys]
         return _unique([*named, *tokenizer.end_markers()])
 
+    def files(self) -> list[Path]:
+        return [self._file.path]
+
     def close(self) -> None:
         self._file.close()
 
@@ -229,6 +236,12 @@ class SafetensorsCheckpoint:
         else:
             markers = []
         return _unique([*(found if isinstance(found, list) else [found]), *markers])
+
+    def files(self) -> list[Path]:
+        """All shards, and the configuration of model and tokenizer."""
+        plain = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+        found = [self.folder / name for name in plain if (self.folder / name).exists()]
+        return [*found, *sorted(set(self._where.values()))]
 
     def close(self) -> None:
         self._files.clear()

@@ -16,13 +16,14 @@ import contextlib
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from forkserve.errors import ConfigError
 from forkserve.kernels.copy_rows import copy_rows
-from forkserve.types import RowCopy
+from forkserve.types import RowCopy, Span
 
 __all__ = ["PagedKV"]
 
@@ -57,6 +58,9 @@ class PagedKV:
         self._map: mmap.mmap | None = area
         self.rows = torch.frombuffer(area, dtype=dtype).view(self._shape)
         self.layers: list[torch.Tensor] = list(self.rows.unbind(0))
+        # The same memory as plain words, since numpy knows no bfloat16.
+        self._word = np.dtype(f"u{dtype.itemsize}")
+        self._words = np.frombuffer(area, self._word).reshape(self._shape)
 
     @property
     def bytes_per_token(self) -> int:
@@ -66,6 +70,27 @@ class PagedKV:
     def copy(self, copies: Sequence[RowCopy]) -> None:
         """Run the row copies of a batch, in order."""
         copy_rows(self.rows, copies, self.page_size)
+
+    def read(self, spans: Sequence[Span]) -> bytearray:
+        """Rows of consecutive spans as bytes, [layers, 2*Hk, n, D]."""
+        layers, heads, _, dim = self._shape
+        count = sum(span.length for span in spans)
+        out = bytearray(self.bytes_per_token * count)
+        run = np.frombuffer(out, self._word).reshape(layers, heads, count, dim)
+        done = 0
+        for span in spans:
+            for row, rows in _runs(span, self.page_size):
+                run[:, :, done : done + rows] = self._words[:, :, row : row + rows]
+                done += rows
+        return out
+
+    def write(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
+        """Write the rows from `at` on of a run that `read` gave to the slots of a span."""
+        layers, heads, _, dim = self._shape
+        run = np.frombuffer(rows, self._word).reshape(layers, heads, -1, dim)
+        for row, count in _runs(span, self.page_size):
+            self._words[:, :, row : row + count] = run[:, :, at : at + count]
+            at += count
 
     def discard(self, pages: Sequence[int]) -> None:
         """Give the memory of long freed runs back; short ones will be reused soon."""
@@ -86,6 +111,7 @@ class PagedKV:
         """Drop the tensors; the memory goes when their last view does."""
         self.layers = []
         self.rows = torch.empty(0)
+        self._words = np.empty(0, self._word)
         self._map = None
 
     def _release(self, area: mmap.mmap, first: int, end: int) -> None:
@@ -99,6 +125,20 @@ class PagedKV:
             low, high = -(-low // unit) * unit, high // unit * unit
             if high > low:
                 area.madvise(mmap.MADV_DONTNEED, low, high - low)
+
+
+def _runs(span: Span, size: int) -> Iterator[tuple[int, int]]:
+    """(first row in the pool, rows) of the runs of consecutive pages of a span."""
+    done = 0
+    while done < span.length:
+        slot = span.offset + done
+        number, within = divmod(slot, size)
+        first, rows = span.pages[number], min(size - within, span.length - done)
+        while done + rows < span.length and span.pages[number + 1] == span.pages[number] + 1:
+            number += 1
+            rows = min(rows + size, span.length - done)
+        yield first * size + within, rows
+        done += rows
 
 
 def _reserve(nbytes: int, pages: int, page_size: int, dtype: torch.dtype) -> mmap.mmap:

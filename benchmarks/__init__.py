@@ -1,0 +1,1 @@
+"""Benchmarks.  Every number stands beside its ceiling or its peer, measured in the same run."""

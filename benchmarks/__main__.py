@@ -1,0 +1,58 @@
+"""``python -m benchmarks [NAME...] [--quick] [--profile] [--json FILE]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.measure import Options, Report, Span
+
+NAMES = ("fork", "tick", "pages", "fanout", "ttft")
+
+
+def run(name: str, options: Options) -> Report:
+    """One benchmark, timed as a whole."""
+    with Span() as span:
+        report: Report = import_module(f"benchmarks.{name}").run(options)
+    report.wall_s, report.others_cpu = span.wall, span.others
+    return report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command.  0 unless a benchmark itself fails: a missed target is a result."""
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(NAMES)}")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; results are not kept")
+    parser.add_argument("--profile", action="store_true", help="also say where the time goes")
+    parser.add_argument("--json", metavar="FILE", help="write all results there as one JSON list")
+    args = parser.parse_args(given)
+    unknown = sorted(set(args.names) - set(NAMES))
+    if unknown:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    names = args.names or NAMES
+    shown = [*names, *(["--quick"] if args.quick else []), *(["--profile"] if args.profile else [])]
+    options = Options(args.quick, args.profile, " ".join(["python -m benchmarks", *shown]))
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    results: list[dict[str, Any]] = []
+    for name in names:
+        print(f"running {name} ...", file=sys.stderr, flush=True)
+        report = run(name, options)
+        report.show(console)
+        results.append(report.as_dict(options))
+        if not args.quick:
+            saved = report.save(results[-1]).relative_to(Path(__file__).resolve().parents[1])
+            console.print(f"  kept in {saved}", style="dim")
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,380 @@
+"""`forkserve store`: look at durable states, check them, move them, throw them away.
+
+Exit codes: 0 all is well; 1 something is damaged, or was not found by `lookup`; 2 a wrong option or
+a directory that is not a usable store.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from forkserve.cli.store_text import short, size, table, when
+from forkserve.errors import ForkServeError, StoreError
+
+__all__ = ["group"]
+
+Progress = Callable[[int, int], None]
+
+
+class _Refusal(click.ClickException):
+    exit_code = 2
+
+
+class _Group(click.Group):
+    """Errors of ours, and of the operating system, in one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ForkServeError, OSError) as error:
+            raise _Refusal(" ".join(str(error).split())) from error
+
+
+class _Where:
+    """Options that all commands share."""
+
+    def __init__(self, folder: Path, key: str | None, as_json: bool) -> None:
+        self.folder = folder
+        self.key = key
+        self.as_json = as_json
+
+    @contextmanager
+    def open(self, *, write: bool = False) -> Iterator[Any]:
+        from forkserve.store.admin import open_store
+
+        with open_store(self.folder, write=write, key=self.key) as store:
+            yield store
+
+    def say(self, value: Any, text: str) -> None:
+        """One JSON object, or lines for people."""
+        click.echo(json.dumps(value, indent=2, default=str) if self.as_json else text)
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Progress]:
+        """A bar on standard error for work that takes long, where somebody is looking."""
+        if self.as_json or not sys.stderr.isatty():
+            yield lambda done, total: None
+            return
+        with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.length = max(total, 1)
+                bar.update(done - bar.pos)
+
+            yield show
+
+
+_pass = click.make_pass_decorator(_Where)
+
+
+@click.group("store", cls=_Group)
+@click.option(
+    "-d",
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="FORKSERVE_STORE",
+    default=".",
+    show_default=True,
+    help="The store's directory; $FORKSERVE_STORE.",
+)
+@click.option("--key", metavar="FILE|env:NAME", help="Key of an encrypted store.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on standard output.")
+@click.pass_context
+def group(ctx: click.Context, folder: Path, key: str | None, as_json: bool) -> None:
+    """Look at durable states, check them, move them, throw them away."""
+    ctx.obj = _Where(folder, key, as_json)
+
+
+# -------------------------------------------------------------------- looking
+
+
+@group.command("ls")
+@_pass
+def _ls(at: _Where) -> None:
+    """List sessions and named states."""
+    from forkserve.store import admin
+
+    with at.open() as store:
+        found = {"sessions": admin.sessions(store.catalog), "names": admin.names(store.catalog)}
+    first = table(
+        found["sessions"],
+        {
+            "session": str,
+            "tenant": str,
+            "tokens": str,
+            "nodes": str,
+            "lines": str,
+            "updated_at": when,
+            "closed_at": when,
+        },
+        "no session",
+    )
+    second = table(
+        found["names"],
+        {"name": str, "tokens": str, "stored": str, "chain": short, "created_at": when},
+        "no named state",
+    )
+    at.say(found, f"{first}\n\n{second}")
+
+
+@group.command("show")
+@click.argument("what")
+@_pass
+def _show(at: _Where, what: str) -> None:
+    """Show the chunks behind a NAME, a SESSION, a chain id, or of one FILE.kv."""
+    from forkserve.store import admin
+
+    with at.open() as store:
+        found = admin.describe(store, what)
+    if "chunks" not in found:
+        at.say(found, "\n".join(f"{k:12} {v}" for k, v in found.items()))
+        return
+    columns: dict[str, Callable[[Any], str]] = {"chain": short, "start": str, "tokens": str}
+    columns |= {"format": str, "bytes": size, "places": str, "uses": str, "content": short}
+    at.say(found, table(found["chunks"], columns, "no chunk of it is stored"))
+
+
+@group.command("lookup")
+@click.argument("tokens", metavar="TOKENS|@FILE")
+@click.option("--salt", default="default", show_default=True, help="Salt, or the tenant's name.")
+@click.pass_context
+def _lookup(ctx: click.Context, tokens: str, salt: str) -> None:
+    """Say how much of a prompt is stored.  TOKENS: ids with commas, or @FILE with a JSON list.
+
+    Exit code 1 if nothing is.
+    """
+    from forkserve.store import admin
+
+    at: _Where = ctx.obj
+    try:
+        ids = json.loads(Path(tokens[1:]).read_text() if tokens[0] == "@" else f"[{tokens}]")
+        ids = [int(i) for i in ids]
+    except (ValueError, TypeError, IndexError) as error:
+        raise click.BadParameter(f"not a list of token ids: {error}") from None
+    with at.open() as store:
+        found = admin.find_prefix(store, ids, salt)
+    columns: dict[str, Callable[[Any], str]] = {"fingerprint": short, "architecture": str}
+    columns |= {"kv_dtype": str, "tokens": str, "chunks": str, "bytes": size}
+    at.say(found, table(found, columns, "the store has no chunk"))
+    if not any(row["tokens"] for row in found):
+        ctx.exit(1)
+
+
+@group.command("tree")
+@click.argument("session")
+@_pass
+def _tree(at: _Where, session: str) -> None:
+    """Draw the committed tree of a session."""
+    from forkserve.store import admin
+
+    with at.open() as store:
+        rows = admin.tree_rows(store.catalog, session)
+    below: dict[int | None, list[dict[str, Any]]] = {}
+    for row in rows:
+        below.setdefault(row["parent"], []).append(row)
+    lines: list[str] = []
+
+    def draw(row: dict[str, Any], indent: str, joint: str) -> None:
+        mark = " *" if row["tip"] else ""
+        text = f"{row['node']} {row['branch'] or '-'}  +{row['tokens']} at {row['start']}"
+        lines.append(f"{indent}{joint}{text}  {row['mode']}, line {row['line']}{mark}")
+        children = below.get(row["node"], [])
+        deeper = indent + {"": "", "├─ ": "│  ", "└─ ": "   "}[joint]
+        for number, child in enumerate(children):
+            draw(child, deeper, "└─ " if number == len(children) - 1 else "├─ ")
+
+    for root in below[None]:
+        draw(root, "", "")
+    at.say(rows, "\n".join(lines))
+
+
+@group.command("du")
+@_pass
+def _du(at: _Where) -> None:
+    """Say what the store takes, as it counts and as the disk does."""
+    from forkserve.store import admin
+
+    with at.open() as store:
+        found = admin.disk_usage(store)
+    lines = [
+        f"{place:10} {size(row['used']):>10} in {row['files']} files"
+        f"  ({size(row['listed'])} in {row['parts']} parts are listed)"
+        for place, row in found["places"].items()
+    ]
+    lines.append(f"{'catalog':10} {size(found['catalog']):>10}")
+    lines.append(f"{'quarantine':10} {size(found['quarantine']):>10} in {found['bad_files']} files")
+    at.say(found, "\n".join(lines))
+
+
+@group.command("sql")
+@click.argument("query")
+@_pass
+def _sql(at: _Where, query: str) -> None:
+    """Run a read-only QUERY; --json for JSON, else one line a row."""
+    from forkserve.store import admin
+
+    with at.open():
+        rows = admin.query(at.folder, query)
+    text = table(rows, dict.fromkeys(rows[0], str), "") if rows else "no row"
+    at.say(rows, text)
+
+
+# -------------------------------------------------------------------- checking
+
+
+@group.command("verify")
+@click.pass_context
+def _verify(ctx: click.Context) -> None:
+    """Hash every stored byte and check the database.  Exit code 1 if something is damaged.
+
+    Damaged chunks are set aside; their rows are computed again when they are needed.
+    """
+    from forkserve.store.rebuild import verify
+
+    at: _Where = ctx.obj
+    with at.open(write=True) as store, at.progress("verify") as show:
+        report = verify(store.vault, show)
+    found = {
+        "checked": report.checked,
+        "bytes": report.bytes,
+        "damaged": [{"place": p, "content": c, "why": w} for p, c, w in report.faults],
+        "missing": report.dangling,
+        "orphans": report.orphans,
+        "problems": report.problems,
+        "clean": report.clean,
+    }
+    lines = [f"{report.checked} chunks, {size(report.bytes)}: " + ("sound" * report.clean)]
+    lines += [f"damaged: {c[:16]} in {p} ({w})" for p, c, w in report.faults]
+    lines += [f"{report.dangling} files were missing"] * bool(report.dangling)
+    lines += [f"{report.orphans} files that nothing names (gc takes them)"] * bool(report.orphans)
+    at.say(found, "\n".join([*lines, *report.problems]))
+    if not report.clean:
+        ctx.exit(1)
+
+
+@group.command("rebuild")
+@_pass
+def _rebuild(at: _Where) -> None:
+    """Make the catalog's list of chunks again from the files alone.
+
+    Sessions and names are only in the database: a lost one takes them with it.
+    """
+    from forkserve.store import Store
+    from forkserve.store.rebuild import rebuild
+
+    if not (at.folder / "chunks").is_dir():
+        raise StoreError(f"{at.folder} has no folder 'chunks': there is nothing to rebuild from")
+    with Store(at.folder, "shared", encrypt=at.key) as store, at.progress("rebuild") as show:
+        report = rebuild(store.vault, show)
+    found = {"files": report.checked, "adopted": report.adopted, "struck": report.dangling}
+    found["damaged"] = len(report.faults)
+    at.say(found, ", ".join(f"{v} {k}" for k, v in found.items()))
+
+
+@group.command("gc")
+@click.option("--grace", default=86400.0, show_default=True, help="s that garbage stays.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@_pass
+def _gc(at: _Where, grace: float, dry_run: bool) -> None:
+    """Throw away what no name, pin or open session reaches, and leftovers of crashes."""
+    from dataclasses import asdict
+
+    from forkserve.store.collect import collect
+
+    with at.open(write=True) as store, at.progress("gc") as show:
+        found = asdict(collect(store.vault, grace_s=grace, dry_run=dry_run, progress=show))
+    text = f"{found['chunks']} chunks ({size(found['bytes'])}), {found['orphans']} orphans, "
+    text += f"{found['leftovers']} leftovers, {found['pins']} pins, {found['sessions']} sessions"
+    at.say({**found, "dry_run": dry_run}, text + (" would go" if dry_run else " are gone"))
+
+
+# -------------------------------------------------------------------- keeping and moving
+
+
+@group.command("pin")
+@click.argument("what")
+@click.option("--ttl", type=click.FloatRange(min=0), help="s until it ends.  [default: never]")
+@click.option("--owner", default="cli", show_default=True, help="Who pins.")
+@_pass
+def _pin(at: _Where, what: str, ttl: float | None, owner: str) -> None:
+    """Keep the chunks behind a NAME, a SESSION or a chain id."""
+    from forkserve.store import admin
+
+    with at.open(write=True) as store:
+        chain = admin.pin(store.catalog, what, owner, ttl)
+    at.say({"chain": chain, "owner": owner, "ttl": ttl}, f"pinned {chain[:16]}")
+
+
+@group.command("unpin")
+@click.argument("what")
+@click.option("--owner", default="cli", show_default=True, help="Whose pin.")
+@_pass
+def _unpin(at: _Where, what: str, owner: str) -> None:
+    """Take a pin away."""
+    from forkserve.store import admin
+
+    with at.open(write=True) as store:
+        count = admin.unpin(store.catalog, what, owner)
+    at.say({"removed": count}, f"{count} pins removed")
+
+
+@group.command("name")
+@click.argument("name")
+@click.option("--to", metavar="NEW", help="Rename it.")
+@click.option("--remove", is_flag=True, help="Forget it; gc may take its chunks then.")
+@_pass
+def _name(at: _Where, name: str, to: str | None, remove: bool) -> None:
+    """Rename or remove the NAME of a state (`Engine.publish` gives names)."""
+    from forkserve.store.records import remove_name, rename
+
+    if (to is None) == (not remove):
+        raise click.UsageError("give either --to or --remove")
+    with at.open(write=True) as store:
+        if remove:
+            remove_name(store.catalog, name)
+        else:
+            assert to is not None
+            rename(store.catalog, name, to, store.sealer)
+    at.say(
+        {"name": name, "to": to, "removed": remove}, f"{name} " + (f"-> {to}" if to else "removed")
+    )
+
+
+@group.command("export")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("names", nargs=-1)
+@_pass
+def _export(at: _Where, file: Path, names: tuple[str, ...]) -> None:
+    """Write named states (default: all) with their KV to one FILE."""
+    from forkserve.store.bundle import export_names
+
+    with at.open(write=True) as store, at.progress("export") as show:
+        done = export_names(store.vault, file, names, show)
+    _say_bundle(at, done, "exported")
+
+
+@group.command("import")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@_pass
+def _import(at: _Where, file: Path) -> None:
+    """Take the states of a FILE in; a changed or cut file is refused as a whole."""
+    from forkserve.store import Store
+    from forkserve.store.bundle import import_bundle
+
+    with Store(at.folder, "shared", encrypt=at.key) as store, at.progress("import") as show:
+        done = import_bundle(store.vault, file, show)
+    _say_bundle(at, done, "imported")
+
+
+def _say_bundle(at: _Where, done: Any, verb: str) -> None:
+    value = {"names": list(done.names), "chunks": done.chunks, "bytes": done.bytes}
+    text = f"{verb} {len(done.names)} states, {done.chunks} chunks, {size(done.bytes)}"
+    at.say(value, text)

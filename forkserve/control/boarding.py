@@ -1,0 +1,210 @@
+"""Putting a batch together: which rows run next, on which pages, and who has to wait.
+
+When pages run out, committed work makes room; what can't be had by that is settled by age: the
+oldest goes on, the others wait without rows, and only work that would not fit alone fails.
+"""
+
+from __future__ import annotations
+
+from forkserve.control.core import Core
+from forkserve.control.flight import Entry, Flight
+from forkserve.control.pressure import make_room
+from forkserve.control.spine_care import care
+from forkserve.control.task import Task
+from forkserve.errors import OutOfPages
+from forkserve.tree.node import Node
+from forkserve.tree.rows import Reservation, fence, missing, reserve, spans
+from forkserve.tree.spine import take_prefix
+from forkserve.types import JobClass, SampleSpec, Work
+
+__all__ = ["Boarding"]
+
+
+class Boarding:
+    """Fills flights from a core's queues.  The caller holds the lock."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    def depart(self, wake: bool) -> Flight:
+        """Put a batch together.  wake: also run tasks that wait for a companion."""
+        core, now = self.core, self.core.clock.now_ms()
+        core.expire(now)
+        core.sweep()
+        for task in core.tasks.values():
+            if task.held and task.wake_ms and (wake or task.wake_ms <= now):
+                task.held, task.wake_ms = task.parked, 0.0
+        flight = Flight()
+        self._force_preempt()
+        plan = core.scheduler.plan(now, core.backend.predict_ms)
+        for job, reason in plan.dropped:
+            assert isinstance(job, Task)
+            core.count.refusals[reason] += 1
+            core.finish(job)
+        for job, tokens in plan.items:
+            assert isinstance(job, Task)
+            if not job.done:
+                self._board(flight, job, tokens)
+        if not flight.entries:
+            self._rescue(flight)
+        if not flight.entries:
+            care(core)
+        flight.batch.copies[:0] = [copy for copies, _ in core.pending for copy in copies]
+        return flight
+
+    def _board(self, flight: Flight, task: Task, tokens: int) -> None:
+        """Add one task's next rows to the batch, or finish, park or drop the task."""
+        core, tree, target = self.core, task.tree, task.target
+        bare = target.parent is None and target.evicted and core.config.prefix_index
+        if bare and take_prefix(tree, core.index):
+            core.requeue(task)  # less is left than it was queued for
+        parts = missing(target, task.end())
+        handle = task.generation_handle
+        held: Reservation | None = None
+        if parts:
+            owner, begin, end = parts[0]
+            stop = fence(owner, begin)
+            count = min(tokens, end - begin, (stop or end) - begin)
+        elif handle is not None:
+            owner, begin, count = target, target.length - 1, 1  # replay for its logits
+        else:
+            core.finish(task)
+            return
+        if owner in flight.owners or (begin < owner.alias_len and owner.parent in flight.owners):
+            return  # its rows, or the last row of its parent, are being written by this batch
+        if parts:
+            held = self._reserve(flight, task, owner, begin, count)
+            if held is None:
+                return
+        last = handle is not None and owner is target and begin + count == target.length
+        work = Work(
+            session=task.session,
+            node=owner.id,
+            tokens=tree.tokens(owner, begin, begin + count),
+            start=begin,
+            context=spans(tree, owner, begin),
+            write=held.write if held is not None else None,
+            sample=self._sample_spec(task) if last else None,
+            speculative=task.kind is JobClass.SPEC,
+        )
+        if held is not None:
+            flight.batch.copies.extend(held.copies)
+            core.count.copied_rows += sum(copy.rows for copy in held.copies)
+        flight.batch.works.append(work)
+        flight.owners.add(owner)
+        flight.entries.append(Entry(task, owner, count, held, work))
+
+    def _sample_spec(self, task: Task) -> SampleSpec:
+        handle = task.generation_handle
+        assert handle is not None
+        return SampleSpec(
+            params=handle.params,
+            seed=handle.seed,
+            position=task.target.length,
+            request=handle.number,
+            step=len(handle.tokens),
+            allowed=handle.allowed,
+        )
+
+    # ---------------------------------------------------------------- pages
+
+    def _reserve(
+        self, flight: Flight, task: Task, owner: Node, begin: int, count: int
+    ) -> Reservation | None:
+        """Rows for a work.  Speculation takes free or cached pages, committed work makes room."""
+        core = self.core
+        try:
+            return reserve(task.tree, owner, begin, count)
+        except OutOfPages as error:
+            shortage = error
+        if task.kind is JobClass.SPEC:
+            core.index.reclaim(shortage.needed - core.pool.free_pages)
+            if core.pool.free_pages >= shortage.needed:
+                return reserve(task.tree, owner, begin, count)
+            core.count.refusals["pages"] += 1
+            core.finish(task)
+            return None
+        lent = core.lent()  # what only waits to be read comes back at once
+        room = make_room(
+            shortage.needed,
+            core.pool,
+            core.index,
+            core.trees.values(),
+            core.tasks.values(),
+            core.clock.now_ms(),
+            drain=core.drain,
+            dropped=core.before_eviction,
+            preempt=lambda: self._preempt_younger(flight, task),
+        )
+        if room:
+            return reserve(task.tree, owner, begin, count)
+        if lent:
+            core.short = True  # the rest in a moment
+        elif not task.privileged and len(self._committed()) > 1:
+            self._park(task)  # others hold the pages: they will end
+        else:
+            free, capacity = core.pool.free_pages, core.pool.capacity
+            core.finish(task, OutOfPages(shortage.needed, free, capacity))
+        return None
+
+    def _committed(self) -> list[Task]:
+        return [t for t in self.core.tasks.values() if t.kind is not JobClass.SPEC]
+
+    def _park(self, task: Task) -> None:
+        """Let the task wait, and give its rows to those that go on."""
+        task.held = task.parked = True
+        self.core.parked.append(task)
+        if all(child.evicted for child in task.target.children.values()):
+            self._take_rows(task)
+
+    def _rescue(self, flight: Flight) -> None:
+        """Everybody waits for pages: the oldest goes on alone, or learns that it never will fit."""
+        core = self.core
+        if not core.parked or flight.entries:
+            return
+        ahead = [t for t in core.tasks.values() if t.privileged] or core.parked
+        task = min(ahead, key=lambda t: t.serial)
+        for other in self._committed():
+            if other is not task and not other.parked:
+                self._park(other)
+        if task.parked:
+            core.parked.remove(task)
+            task.parked = task.held = False
+        task.privileged = True
+        decodes = task.kind is JobClass.DECODE
+        self._board(flight, task, 1 if decodes else core.config.prefill_chunk)
+
+    def _preempt_younger(self, flight: Flight, task: Task) -> bool:
+        """Take the rows of the youngest generation that started after `task`."""
+        path = {task.target, *task.target.ancestors()}
+        younger = [
+            t
+            for t in self._committed()
+            if t.target not in path
+            and t.target.segments
+            and t.target not in flight.owners
+            and t.serial > task.serial
+            and all(child.evicted for child in t.target.children.values())
+        ]
+        if not younger:
+            return False
+        self._take_rows(max(younger, key=lambda t: t.serial))
+        return True
+
+    def _take_rows(self, task: Task) -> None:
+        """Pre-empt: the rows go, the tokens stay, the task starts over with a prefill."""
+        core = self.core
+        core.count.preemptions += 1
+        core.drop_rows(task.tree, task.target)
+        core.requeue(task)
+
+    def _force_preempt(self) -> None:
+        """Test aid of the mock: pre-empt a running generation every n-th pass."""
+        every = getattr(self.core.backend, "force_preempt_every", 0)
+        if not every or self.core.count.forward_passes % every != every - 1:
+            return
+        for task in self._committed():
+            free = all(child.evicted for child in task.target.children.values())
+            if task.kind is JobClass.DECODE and task.target.segments and free:
+                self._take_rows(task)
+                return

@@ -1,0 +1,41 @@
+"""A batch on its way: what was put aboard, and what it ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forkserve.control.task import Task
+from forkserve.tree.node import Node
+from forkserve.tree.rows import Reservation
+from forkserve.types import Batch, Work
+
+__all__ = ["Entry", "Flight", "Ran"]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One work of the batch and what has to be done when it lands."""
+
+    task: Task
+    owner: Node
+    count: int
+    held: Reservation | None
+    work: Work
+
+
+@dataclass(slots=True)
+class Flight:
+    """A batch, its entries in the order of its works, and the nodes whose rows it writes."""
+
+    batch: Batch = field(default_factory=Batch)
+    entries: list[Entry] = field(default_factory=list)
+    owners: set[Node] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Ran:
+    """Tokens of one tick."""
+
+    committed: int = 0
+    speculative: int = 0
+    idle: bool = False  # nothing could run

@@ -1,0 +1,53 @@
+"""What the control plane tells a durable store.  Every call is quick and made under the lock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from forkserve.control.commit import CommitResult
+    from forkserve.control.speculation import Speculation
+    from forkserve.tree.node import Node
+    from forkserve.tree.tree import ContextTree
+
+__all__ = ["Journal", "NullJournal"]
+
+
+class Journal(Protocol):
+    """Takes notes; writing them down is another thread's or a later call's business."""
+
+    def changed(self, session: str) -> None:
+        """The committed text of a session is not what it was (a generation ended)."""
+        ...
+
+    def committed(self, tree: ContextTree, node: Node, winner: Node, result: CommitResult) -> None:
+        """A commit was applied."""
+        ...
+
+    def tool_ran(self, session: str, tool: str, ms: float) -> None:
+        """A tool took `ms`."""
+        ...
+
+    def speculated(self, session: str, answers: dict[int, Speculation]) -> None:
+        """What the planner made of requests to speculate."""
+        ...
+
+    def closed(self, session: str) -> None:
+        """The session has ended."""
+        ...
+
+
+class NullJournal:
+    """Without a store nothing is noted."""
+
+    def changed(self, session: str) -> None: ...
+
+    def committed(
+        self, tree: ContextTree, node: Node, winner: Node, result: CommitResult
+    ) -> None: ...
+
+    def tool_ran(self, session: str, tool: str, ms: float) -> None: ...
+
+    def speculated(self, session: str, answers: dict[int, Speculation]) -> None: ...
+
+    def closed(self, session: str) -> None: ...

@@ -1,0 +1,119 @@
+"""Taking a batch's results: rows become valid, tokens are appended, tasks move on."""
+
+from __future__ import annotations
+
+from forkserve.control.core import Core
+from forkserve.control.flight import Entry, Flight, Ran
+from forkserve.control.task import Task
+from forkserve.errors import BackendError, ForkServeError
+from forkserve.tree.rows import missing, rollback, settle
+from forkserve.types import BatchResult, JobClass, NodeMode
+
+__all__ = ["Landing"]
+
+
+class Landing:
+    """Applies what a backend returned, or undoes its failure.  The caller holds the lock."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    def land(self, flight: Flight, result: BatchResult) -> Ran:
+        """Rows are valid, samples are taken, tasks move on."""
+        core, now = self.core, self.core.clock.now_ms()
+        core.count.forward_passes += bool(flight.entries)
+        ran = Ran()
+        core.in_flight = set()
+        for entry, out in zip(flight.entries, result.results, strict=True):
+            task, owner = entry.task, entry.owner
+            if entry.held is not None:
+                if entry.held.segment in owner.segments and owner.live:
+                    settle(task.tree, entry.held)
+                    core.publish(task.tree, owner)
+                else:
+                    rollback(task.tree, entry.held)
+            self._account(entry, ran)
+            owner.used_ms = now
+            core.scheduler.ran(task, min(entry.count, task.remaining), now)
+            if out.token is not None:
+                self._take_token(task, out.token, out.logprob, now)
+            if not task.done:
+                self._move_on(task)
+        self._note_miss(flight, result.elapsed_ms, now)
+        core.speculated += ran.speculative
+        core.changed.notify_all()
+        return ran
+
+    def _account(self, entry: Entry, ran: Ran) -> None:
+        core = self.core
+        if entry.task.kind is JobClass.SPEC:
+            ran.speculative += entry.count
+            pages = len(entry.held.fresh) if entry.held is not None else 0
+            core.planner.ledger.settle(entry.task.session, entry.task.node, pages)
+        else:
+            ran.committed += entry.count
+        if entry.task.kind is JobClass.DECODE:
+            return
+        if entry.owner.mode is NodeMode.SPEC or entry.task.kind is JobClass.SPEC:
+            core.count.speculative += entry.count
+        elif entry.held is not None:
+            core.count.committed += entry.count
+
+    def _take_token(self, task: Task, token: int, logprob: float | None, now: float) -> None:
+        core, handle = self.core, task.generation_handle
+        if handle is None or handle.done or not task.target.live:
+            return  # cancelled while it ran: the cancel wins
+        task.tree.extend(task.target, (token,))
+        task.target.known = task.target.length
+        core.count.decode_steps += 1
+        if handle.first_token_ms is None:
+            handle.first_token_ms = now
+        try:
+            handle.push(
+                token, logprob if handle.params.logprobs else None, core.backend.info.eos_ids
+            )
+        except Exception as error:  # of the user's constraint or the tokenizer: theirs alone
+            handle.end("error", error)
+        if not handle.done and task.target.length >= core.backend.info.max_context:
+            handle.end("context")
+        if handle.done:
+            core.finish(task)
+            core.journal.changed(task.session)
+
+    def _move_on(self, task: Task) -> None:
+        """After a pass: wait for the next one in the right class, or be finished."""
+        core = self.core
+        if not task.target.live:
+            core.finish(task)
+        elif task not in core.scheduler:  # its rows are done, or more than was queued is left
+            if task.generation_handle is None and not missing(task.target, task.end()):
+                core.finish(task)
+            else:
+                core.requeue(task)
+
+    def _note_miss(self, flight: Flight, elapsed_ms: float, now: float) -> None:
+        """A token that came late beside speculation is billed to who speculated."""
+        core = self.core
+        if elapsed_ms <= core.config.tbt_slo_ms:
+            return
+        late = sum(e.task.kind is JobClass.DECODE for e in flight.entries)
+        for tenant in {e.task.tenant for e in flight.entries if e.work.speculative}:
+            if late:
+                core.meter.miss(tenant, late, now)
+                core.count.tbt_misses += late
+
+    def crash(self, flight: Flight, error: BaseException) -> None:
+        """The pass failed: nothing of it counts, its tasks end with the error."""
+        core = self.core
+        core.in_flight = set()
+        for entry in reversed(flight.entries):
+            if entry.held is not None:
+                rollback(entry.task.tree, entry.held)
+        for entry in flight.entries:
+            if isinstance(error, ForkServeError):
+                core.finish(entry.task, error)
+            else:
+                failure = BackendError(f"the backend failed: {error}")
+                failure.__cause__ = error
+                core.finish(entry.task, failure)
+        core.changed.notify_all()

@@ -1,0 +1,373 @@
+"""The verbs over a store: publish, restore, resume, warm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from forkserve.control.core import Core
+from forkserve.control.experience import Experience
+from forkserve.control.lines import require_quiet
+from forkserve.engine.protocol import Portable
+from forkserve.errors import NodeError, SessionError, StoreError
+from forkserve.handle import SessionHandle
+from forkserve.speculating import Speculating
+from forkserve.tree.node import Node
+from forkserve.tree.revive import revive
+from forkserve.tree.spine import take_prefix
+from forkserve.tree.tree import ContextTree, committed
+from forkserve.warming import Warmed, hold, put_rows, read_link, ready
+
+if TYPE_CHECKING:
+    from forkserve.store import Publication, Store
+    from forkserve.store.catalog import Found
+    from forkserve.store.journal import TreeJournal
+
+__all__ = ["Durable"]
+
+
+class Durable(Speculating):
+    """The durable part of `Engine`.  Without a store these verbs raise StoreError."""
+
+    def __init__(self, core: Core, store: Store | None) -> None:
+        super().__init__(core)
+        self.store = store
+        self._journal: TreeJournal | None = None
+        if store is None:
+            return
+        if not isinstance(core.backend, Portable):
+            raise StoreError(
+                f"the backend {core.backend.info.name} cannot give its KV away; open it without a "
+                "store, or use the mock or the bundled engine"
+            )
+        self._print = store.identify(core.backend.identity)
+        core.lent = store.publisher.relieve
+        if store.catalog.role == "owner":
+            self._journal = core.journal = store.journal(self._print, core.lock, core.meter.bill)
+
+    # ---------------------------------------------------------------- verbs
+
+    def publish(
+        self, session: str, node: int | None = None, *, name: str | None = None, wait: bool = True
+    ) -> Publication:
+        """Store the KV of a committed state (default: the tip), and perhaps give it a name.
+
+        Whole chunks of 256 tokens are stored; a rest is computed again when the state is restored.
+        wait: until it is durable, computing missing rows first.  With wait=False only rows that
+        exist are stored, in the background, and a full queue drops the request
+        (`Publication.accepted`); nothing ever waits for the store then.
+
+        Raises StoreError (no store, name taken, disk full, ...), NodeError for speculation.
+        """
+        store, core = self._require(), self._core
+        if name is not None:
+            self._name_is_free(store, name)
+        with core.lock:
+            tree = core.tree(session)
+            target = tree.tip if node is None else tree.get(node)
+            if not committed(target):
+                raise NodeError(
+                    f"node {target.id} is speculative: only what is committed is stored"
+                )
+            finish = wait and self._finishable(tree, target)
+        if finish:
+            self._complete(tree, target)
+        ticket = self._capture(tree, target, name, patience_s=60.0 if wait else 0.0)
+        if wait:
+            ticket.wait()
+        return ticket
+
+    def restore(
+        self, name: str, *, session: str | None = None, tenant: str | None = None
+    ) -> SessionHandle:
+        """Open a new session at a named state; its rows come from the store where that is faster.
+
+        tenant: defaults to the one that published it.  Raises StoreError (unknown name, wrong
+        key), SessionError (id in use), ContextOverflow.
+        """
+        from forkserve.store.records import read_name
+
+        store = self._require()
+        found = read_name(store.catalog, name, store.sealer)
+        return self._reopen(
+            found.tokens.tolist(), session, tenant or found.tenant, found.salt, found.seed
+        )
+
+    def resume(self, session: str) -> SessionHandle:
+        """Bring back a session of the store as it was last written: nodes, lines, tips, seeds.
+
+        Its KV is absent at first; the rows of the tip are restored where that is predicted to be
+        faster than computing them.  Raises SessionError (open already, not in the store),
+        StoreError (damaged, wrong key, not the owner of the store).
+        """
+        from forkserve.store.records import read_session
+
+        store, core = self._require(), self._core
+        if self._journal is None:
+            raise StoreError(
+                "only the owner of a store resumes sessions; open it with role='owner'"
+            )
+        record = read_session(store.catalog, session, store.sealer)
+        if record is None:
+            raise SessionError(f"the store has no session '{session}'")
+        for values in record.nodes:
+            self._guard.ids(values.tokens)
+            self._guard.fits(values.start + len(values.tokens), "stored sequence")
+        with core.lock:
+            self._loop.check()
+            if session in core.trees:
+                raise SessionError(f"session '{session}' is open already")
+            tree = ContextTree(
+                session,
+                core.pool,
+                tenant=record.tenant,
+                salt=record.salt,
+                tail=self.config.tail,
+            )
+            now = core.clock.now_ms()
+            revive(tree, record.nodes, record.tips, record.next_node, record.next_line, now)
+            core.trees[session] = tree
+            learned = core.experience[session] = Experience(self.config)
+            core.meter.restore(record.tenant, record.meters)
+            self._seeds[session] = record.seed
+            for role, branch in record.bindings:
+                learned.took(role, branch)
+            for tool, ms in record.tool_times:
+                learned.tool_ran(tool, ms, None, False)
+            self._journal.opened(tree, record.seed, record.next_binding, known=True)
+        self._journal.reopened(session)
+        warmed = self._bring_back(tree, tree.tip)
+        return SessionHandle(self, tree, warmed.tokens)
+
+    def stored_sessions(self) -> list[str]:
+        """Ids of the sessions in the store, the latest first."""
+        rows = self._require().catalog.read("SELECT id FROM session ORDER BY updated_at DESC, id")
+        return [str(row[0]) for row in rows]
+
+    def warm(self, session: str, node: int | None = None) -> Warmed:
+        """Bring missing rows of a committed node (default: the tip) back from the store now.
+
+        Says what was done and why; with ``Store(restore="auto")`` rows that are computed faster
+        stay absent until they are needed.
+        """
+        self._require()
+        with self._core.lock:
+            tree = self._core.tree(session)
+            target = tree.tip if node is None else tree.get(node)
+            if not committed(target):
+                raise NodeError(f"node {target.id} is speculative: it has no stored rows")
+            require_quiet(self._core, tree, target)
+        return self._bring_back(tree, target)
+
+    # ---------------------------------------------------------------- hooks of the other verbs
+
+    def _saved(self, session: str, *, now: bool = False) -> None:
+        """Make what changed of a session durable.  now: not only if a generation has ended."""
+        if self._journal is not None:
+            if now:
+                self._journal.sync(session)
+            else:
+                self._journal.settle(session)
+
+    def _named(self, wanted: str | None) -> str | None:
+        """An id for a new session that the store does not hold already."""
+        if self._journal is None or self.store is None:
+            return wanted
+        known = {row[0] for row in self.store.catalog.read("SELECT id FROM session")}
+        if wanted is None:
+            while (name := f"s{self._opened + 1}") in known or name in self._core.trees:
+                self._opened += 1
+            return name
+        if wanted in known and wanted not in self._core.trees:
+            raise SessionError(
+                f"the store holds a session '{wanted}': resume it, or choose another id"
+            )
+        return wanted
+
+    def _complete(self, tree: ContextTree, node: Node) -> None:
+        """Wait until a node's rows are computed."""
+        with self._core.lock:
+            task = self._core.ensure(tree, node)
+        self._loop.run_until(lambda: task.done)
+        if task.error is not None:
+            raise task.error
+
+    def _reopen(
+        self, tokens: Sequence[int], session: str | None, tenant: str, salt: str, seed: int
+    ) -> SessionHandle:
+        """`Engine.open`, which stands above this class."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- publish
+
+    def _require(self) -> Store:
+        if self.store is None:
+            raise StoreError("this engine has no store; give it one: Engine(backend, store='DIR')")
+        return self.store
+
+    @staticmethod
+    def _name_is_free(store: Store, name: str) -> None:
+        if not name or len(name) > 512 or not name.isprintable():
+            raise StoreError(f"{name!r} is no name: 1 to 512 printable characters")
+        if store.catalog.read("SELECT 1 FROM name WHERE name = ?", (name,)):
+            raise StoreError(f"the name '{name}' is taken; remove it first, or choose another")
+
+    def _finishable(self, tree: ContextTree, node: Node) -> bool:
+        """True if whole chunks lack rows that can be computed now."""
+        from forkserve.store.identity import CHUNK_TOKENS
+
+        task = self._core.tasks.get((tree.session, node.id))
+        busy = task is not None and task.generation_handle is not None
+        return not busy and ready(node) < node.length // CHUNK_TOKENS * CHUNK_TOKENS
+
+    def _capture(
+        self,
+        tree: ContextTree,
+        node: Node,
+        name: str | None,
+        patience_s: float,
+        most: int | None = None,
+    ) -> Publication:
+        """Pin the rows of the whole chunks that exist (up to `most` tokens), and queue them."""
+        from forkserve.store.identity import plan_chain
+        from forkserve.store.publish import Capture
+        from forkserve.store.records import NameRecord, write_name
+
+        store, core = self._require(), self._core
+        backend = core.backend
+        assert isinstance(backend, Portable)
+        while True:
+            with core.lock:
+                if core.trees.get(tree.session) is not tree or not node.live:
+                    raise NodeError(f"node {node.id} of session '{tree.session}' is gone")
+                if not core.pending:
+                    tokens = tree.tokens(node)
+                    links = plan_chain(tokens, tree.salt)
+                    limit = ready(node) if most is None else min(ready(node), most)
+                    there = [x for x in links if x.start + x.count <= limit]
+                    upto = there[-1].start + there[-1].count if there else 0
+                    parts, pages = hold(core, tree, node, upto)
+                    break
+            self._loop.run_until(lambda: not core.pending)
+
+        def release() -> None:
+            with core.lock:
+                core.pool.unpin(pages)
+                core.changed.notify_all()
+
+        after = None
+        if name is not None:
+            chain = there[-1].id.hex() if there else None
+            record = NameRecord(
+                name,
+                tree.session,
+                node.id,
+                tree.tenant,
+                tree.salt,
+                self._seeds.get(tree.session, 0),
+                tokens,
+                chain,
+            )
+            after = partial(write_name, store.catalog, self._print, record, store.sealer)
+        capture = Capture(self._print, there, partial(read_link, backend, parts), release, after)
+        return store.publisher.offer(capture, patience_s=patience_s)
+
+    # ---------------------------------------------------------------- restore
+
+    def _bring_back(self, tree: ContextTree, node: Node) -> Warmed:
+        """Restore missing rows if that is worth it, and note the decision."""
+        core = self._core
+        with core.lock:
+            bare = tree.root.evicted and not tree.root.segments
+            if bare and self.config.prefix_index:
+                core.count.cached_tokens += take_prefix(tree, core.index)
+            length, begin = node.length, ready(node)
+            tokens = tree.tokens(node)
+        if begin >= length:
+            return Warmed(0, "resident", "no row is missing")
+        try:
+            warmed = self._weigh(tree, node, begin, length, tokens)
+        except StoreError as error:  # a catalog that cannot be read must not stop anybody
+            self._require().failed(error)
+            warmed = Warmed(0, "computed", "store_failed")
+        if self._journal is not None and warmed.restore_ms is not None:
+            self._journal.decided(
+                tree.session,
+                node.id,
+                "restore",
+                warmed.verdict,
+                warmed.reason,
+                warmed.tokens,
+                warmed.prefill_ms,
+                warmed.restore_ms,
+                warmed.actual_ms,
+            )
+        return warmed
+
+    def _weigh(
+        self, tree: ContextTree, node: Node, begin: int, length: int, tokens: Sequence[int]
+    ) -> Warmed:
+        """Look up, predict both ways, and restore when that is the shorter one."""
+        from forkserve.store.identity import plan_chain
+
+        store = self._require()
+        found = store.catalog.lookup(
+            self._print, plan_chain(tokens, tree.salt), lossy=store.vault.lossy
+        )
+        found = [f for f in found if f.link.start + f.link.count > begin]
+        if not found:
+            return Warmed(0, "computed", "not_stored")
+        end = found[-1].link.start + found[-1].link.count
+        size = sum(f.bytes for f in found)
+        plan = Warmed(
+            0,
+            "computed",
+            "faster",
+            store.restorer.cost.predict_ms(size),
+            self._prefill_ms(begin, end),
+        )
+        if store.restore == "never":
+            return replace(plan, reason="restore_off")
+        assert plan.restore_ms is not None
+        assert plan.prefill_ms is not None
+        if store.restore == "auto" and plan.restore_ms >= plan.prefill_ms:
+            return plan
+        return self._fetch(tree, node, begin, found, plan)
+
+    def _fetch(
+        self, tree: ContextTree, node: Node, begin: int, found: list[Found], plan: Warmed
+    ) -> Warmed:
+        """Verified chunks into pages, up to the first bad one; the rest is computed as ever."""
+        from forkserve.store.restore import clock_ms
+
+        store, core, start = self._require(), self._core, clock_ms()
+        reason, size, used = "faster", 0, []
+        for loaded in store.restorer.fetch(self._print, found):
+            link = loaded.found.link
+            low, high = link.start, link.start + link.count
+            if not put_rows(core, self._loop, tree, node, loaded.payload, low, high):
+                reason = "no_room"
+                break
+            size += len(loaded.payload)
+            used.append(loaded.found.chunk)
+        else:
+            if len(used) < len(found):
+                reason = "damaged"
+        took = clock_ms() - start
+        store.restorer.cost.observe(size, took)
+        if used and store.catalog.role != "reader":
+            with suppress(StoreError):
+                store.catalog.touch(used)
+        with core.lock:
+            rows = max(ready(node) - begin, 0)
+            core.count.cached_tokens += rows
+        verdict = replace(plan, tokens=rows, reason=reason, actual_ms=took)
+        return replace(verdict, verdict="restored") if rows else verdict
+
+    def _prefill_ms(self, begin: int, end: int) -> float:
+        """Predicted time to compute rows [begin, end), chunk by chunk."""
+        step, predict = self.config.prefill_chunk, self.backend.predict_ms
+        return sum(predict(min(step, end - at), at) for at in range(begin, end, step))

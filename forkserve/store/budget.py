@@ -1,0 +1,160 @@
+"""A place's budget in bytes: kept before every write, by evicting what is worth least.
+
+Only the last chunk of a chain goes, then the one before it: a hole would make all after it useless.
+What a name or a live pin reaches never goes.  With a further place the chunk moves there first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forkserve.errors import StoreError
+from forkserve.store.collect import delete_unnamed
+from forkserve.store.policies import Held, Policy
+from forkserve.store.vault import Vault
+
+__all__ = ["Budget", "Evicted"]
+
+_log = logging.getLogger(__name__)
+
+_ROWS = """
+WITH RECURSIVE kept (chain) AS (
+  SELECT chain FROM name WHERE chain IS NOT NULL
+  UNION SELECT chain FROM pin WHERE until IS NULL OR until > ?1
+  UNION SELECT c.parent FROM kept JOIN chunk AS c ON c.chain = kept.chain
+), live (chain) AS (
+  SELECT n.chain FROM node AS n JOIN session AS s ON s.id = n.session
+    WHERE s.closed_at IS NULL AND n.chain IS NOT NULL
+  UNION SELECT c.parent FROM live JOIN chunk AS c ON c.chain = live.chain
+)
+SELECT c.fingerprint, c.chain, c.parent, c.start, c.tokens, c.uses, c.used_at, p.content, r.used,
+       c.chain IN (SELECT chain FROM kept), c.chain IN (SELECT chain FROM live)
+FROM replica AS r JOIN part AS p USING (content) JOIN chunk AS c ON c.id = p.chunk
+WHERE r.place = ?2
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """chunks that left the place, bytes that they gave back, and how many moved to another."""
+
+    chunks: int
+    bytes: int
+    moved: int
+
+
+class Budget:
+    """At most `limit` bytes in one place, files that no row names included.
+
+    low: share of the limit that an eviction goes down to, so that it is not needed for every write.
+    recompute_ms(tokens, start): what computing a chunk again would take.
+    """
+
+    def __init__(
+        self,
+        vault: Vault,
+        place: str,
+        limit: int,
+        policy: Policy,
+        *,
+        low: float = 0.9,
+        recompute_ms: Callable[[int, int], float] = lambda tokens, start: float(tokens),
+    ) -> None:
+        if limit < 1 or not 0 < low <= 1:
+            raise StoreError(f"a budget of {limit} bytes with low={low} makes no sense")
+        self.place = place
+        self.limit = limit
+        self.recompute_ms = recompute_ms
+        self._vault = vault
+        self._policy = policy
+        self._low = low
+        self._unlisted: int | None = None  # bytes of files that no row names, found at first use
+
+    def make_room(self, size: int) -> Evicted:
+        """Let `size` more bytes fit.
+
+        Raises StoreError when names, pins and this write need more than the limit; OSError,
+        CatalogFault.
+        """
+        over = self._used() + size - self.limit
+        if over <= 0:
+            return Evicted(0, 0, 0)
+        if size > self.limit:
+            raise StoreError(f"{size} bytes do not fit into a budget of {self.limit} bytes")
+        wanted = over + int((1 - self._low) * self.limit)
+        gone = self._choose(wanted)
+        freed = sum(used for _, _, used in gone)
+        if freed < over:
+            raise StoreError(
+                f"the budget of {self.limit} bytes is full of named and pinned states: "
+                f"{over} bytes more are needed, {freed} may go; remove names, or raise it"
+            )
+        return self._evict(gone, freed)
+
+    def _used(self) -> int:
+        listed = self._vault.catalog.usage().get(self.place, (0, 0))[0]
+        if self._unlisted is None:
+            there = sum(stat.used for stat in self._vault.depots[self.place].entries())
+            self._unlisted = max(there - listed, 0)
+        return listed + self._unlisted
+
+    def recount(self) -> None:
+        """Forget what was counted on the disk; the next write counts again (gc has run)."""
+        self._unlisted = None
+
+    def _choose(self, wanted: int) -> list[tuple[str, str, int]]:
+        """(content, chain, bytes) of the least valuable chain ends, up to `wanted` bytes."""
+        now = self._vault.catalog.now()
+        rows = self._vault.catalog.read(_ROWS, (now, self.place))
+        children: dict[tuple[int, str], int] = {}
+        parts: dict[tuple[int, str], list[tuple[str, int]]] = {}
+        for which, chain, _, _, _, _, _, content, used, _, _ in rows:
+            parts.setdefault((which, chain), []).append((content, used))
+        items: dict[tuple[int, str], tuple[Held, tuple[int, str]]] = {}
+        for which, chain, parent, start, tokens, uses, at, _, _, kept, live in rows:
+            key = (which, chain)
+            if key in items:
+                continue
+            if not kept:
+                size = sum(used for _, used in parts[key])
+                saved = self.recompute_ms(tokens, start)
+                idle = max(now - at, 0.0)
+                held = Held(chain, start, tokens, size, saved, uses, idle, bool(live))
+                items[key] = (held, (which, parent))
+            children[which, parent] = children.get((which, parent), 0) + 1
+        heap = [
+            (self._policy.value(held), -held.start, key)
+            for key, (held, _) in items.items()
+            if not children.get(key)
+        ]
+        heapq.heapify(heap)
+        out: list[tuple[str, str, int]] = []
+        freed = 0
+        while heap and freed < wanted:
+            _, _, key = heapq.heappop(heap)
+            held, above = items[key]
+            out += [(content, held.chain, used) for content, used in parts[key]]
+            freed += held.bytes
+            children[above] = children.get(above, 0) - 1
+            if above in items and not children[above]:
+                outer = items[above][0]
+                heapq.heappush(heap, (self._policy.value(outer), -outer.start, above))
+        return out
+
+    def _evict(self, gone: list[tuple[str, str, int]], freed: int) -> Evicted:
+        vault, moved = self._vault, 0
+        others = [place for place in vault.depots if place != self.place]
+        if others:
+            try:
+                moved = vault.copy([(c, chain) for c, chain, _ in gone], self.place, others[0])
+            except (OSError, StoreError) as error:  # the limit holds; what is lost is recomputed
+                _log.warning("chunks could not be moved to %s: %s", others[0], error)
+        contents = [content for content, _, _ in gone]
+        vault.catalog.forget(self.place, contents)
+        for _ in delete_unnamed(vault, self.place, contents):
+            pass
+        vault.catalog.event("evicted", place=self.place, chunks=len(gone), bytes=freed, moved=moved)
+        return Evicted(len(gone), freed, moved)

@@ -1,0 +1,328 @@
+"""The catalog: which chunks exist, where their bytes lie, and what happened.
+
+Plain SQLite.  One connection a process, one lock; every write is one IMMEDIATE transaction, so that
+processes queue up instead of failing half-way.  Tensor bytes never enter the database.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from forkserve.errors import StoreError
+from forkserve.store import owner, schema
+from forkserve.store.chunks import LOSSY, Header
+from forkserve.store.identity import Fingerprint, Link
+
+__all__ = ["Catalog", "CatalogFault", "Found", "Role"]
+
+Role = Literal["owner", "shared", "reader"]
+
+
+class CatalogFault(StoreError):
+    """The database could not be written or read: full, read-only, broken, or busy for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A catalogued chunk that a look-up hit.  places: where its bytes lie."""
+
+    chunk: int
+    link: Link
+    content: str
+    format: str
+    bytes: int
+    places: tuple[str, ...]
+
+
+_LOOKUP = """
+SELECT w.key, c.id, c.parent, c.start, c.tokens, p.content, p.format, p.bytes,
+       group_concat(r.place)
+FROM json_each(?1) AS w
+JOIN chunk AS c ON c.fingerprint = ?2 AND c.chain = w.value
+JOIN part AS p ON p.chunk = c.id
+JOIN replica AS r ON r.content = p.content
+GROUP BY w.key, p.content
+ORDER BY w.key
+"""
+
+
+class Catalog:
+    """Open the catalog of a directory.
+
+    role: "owner" may write sessions and is alone in that; "shared" writes chunks, names and pins
+    beside others; "reader" writes nothing.  full_sync: survive a power cut, not only a crash of the
+    process, at the price of a sync per transaction.  now: wall clock in seconds.
+
+    Raises StoreError: foreign, corrupt, newer or owned by a living process.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        role: Role = "shared",
+        *,
+        full_sync: bool = False,
+        force: bool = False,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder = folder
+        self.role = role
+        self.now = now
+        self.own: owner.Ownership | None = None
+        self._lock = threading.RLock()
+        self._db = schema.connect(folder, read_only=role == "reader", full_sync=full_sync)
+        self._prints: dict[bytes, int] = {}
+        if role == "owner":
+            try:
+                with self.write() as db:
+                    self.own = owner.acquire(db, force=force)
+            except BaseException:
+                self._db.close()
+                raise
+            if self.own.taken_from is not None:
+                self.event("takeover", pid=self.own.taken_from, epoch=self.own.epoch)
+
+    def close(self) -> None:
+        """Give ownership back and close the file.  Idempotent."""
+        with self._lock:
+            if self.own is not None:
+                try:
+                    with self.write() as db:
+                        owner.release(db, self.own)
+                except (StoreError, sqlite3.Error):
+                    owner.forget(self.own)  # the row stays, and the next one finds a dead owner
+                self.own = None
+            self._db.close()
+
+    # ---------------------------------------------------------------- transactions
+
+    @contextmanager
+    def write(self, *, owned: bool = False) -> Iterator[sqlite3.Connection]:
+        """One transaction; commits at the end of the block, rolls back on an error.
+
+        owned: also check that this process still owns the sessions.  Raises CatalogFault when the
+        database cannot be written, StoreError for a reader or after a take-over.
+        """
+        if self.role == "reader":
+            raise StoreError("this store was opened for reading only")
+        with self._lock:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+            except sqlite3.Error as error:
+                raise CatalogFault(f"the catalog cannot be written: {error}") from error
+            try:
+                if owned and self.own is not None:
+                    owner.check(self._db, self.own)
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException as error:
+                if self._db.in_transaction:
+                    with suppress(sqlite3.Error):  # the device is gone: SQLite undoes it later
+                        self._db.execute("ROLLBACK")
+                if isinstance(error, sqlite3.IntegrityError):
+                    raise
+                if isinstance(error, sqlite3.Error):
+                    raise CatalogFault(f"the catalog cannot be written: {error}") from error
+                raise
+
+    def read(
+        self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> list[tuple[Any, ...]]:
+        """Rows of one query.  Raises CatalogFault."""
+        with self._lock:
+            try:
+                return self._db.execute(sql, values).fetchall()
+            except sqlite3.Error as error:
+                raise CatalogFault(f"the catalog cannot be read: {error}") from error
+
+    @contextmanager
+    def locked(self) -> Iterator[sqlite3.Connection]:
+        """The connection, for tools that read with sqlite-utils."""
+        with self._lock:
+            yield self._db
+
+    # ---------------------------------------------------------------- chunks
+
+    def fingerprint(self, db: sqlite3.Connection, made: Fingerprint) -> int:
+        """Row id of a fingerprint; written on first use."""
+        known = self._prints.get(made.digest)
+        if known is not None:
+            return known
+        row = db.execute(
+            "SELECT id FROM fingerprint WHERE digest = ?", (made.digest.hex(),)
+        ).fetchone()
+        if row is None:
+            row = db.execute(
+                "INSERT INTO fingerprint (digest, fields, created_at) VALUES (?, ?, ?)"
+                " RETURNING id",
+                (made.digest.hex(), made.text, self.now()),
+            ).fetchone()
+        return int(row[0])  # cached by `known_fingerprint` only: this insert may roll back
+
+    def known_fingerprint(self, made: Fingerprint) -> int | None:
+        """Row id of a fingerprint that was committed before, or None."""
+        known = self._prints.get(made.digest)
+        if known is None:
+            rows = self.read("SELECT id FROM fingerprint WHERE digest = ?", (made.digest.hex(),))
+            if not rows:
+                return None
+            known = self._prints[made.digest] = int(rows[0][0])
+        return known
+
+    def lookup(
+        self, made: Fingerprint, links: Sequence[Link], *, lossy: bool = False
+    ) -> list[Found]:
+        """The longest catalogued prefix of a chain, in one query.
+
+        A hole ends it whatever lies beyond; so does a row whose parent, start or count differ.
+        """
+        found: list[Found] = []
+        for fits in self.listed(made, links):
+            usable = [f for f in fits if lossy or f.format not in LOSSY]
+            if not usable:
+                break
+            found.append(min(usable, key=lambda f: (f.format in LOSSY, f.format != "raw")))
+        return found
+
+    def listed(self, made: Fingerprint, links: Sequence[Link]) -> list[list[Found]]:
+        """Of each link the catalogued parts, in one query."""
+        which = self.known_fingerprint(made)
+        out: list[list[Found]] = [[] for _ in links]
+        if which is None or not links:
+            return out
+        wanted = json.dumps([link.id.hex() for link in links])
+        for row in self.read(_LOOKUP, (wanted, which)):
+            link = links[row[0]]
+            if row[2:5] == (link.parent.hex(), link.start, link.count):
+                content, form, size, places = row[5:]
+                part = Found(row[1], link, content, form, size, tuple(places.split(",")))
+                out[row[0]].append(part)
+        return out
+
+    def record(
+        self,
+        place: str,
+        stored: Sequence[tuple[Header, int]],
+        present: Callable[[str], bool] | None = None,
+    ) -> list[str]:
+        """Note durable chunks of one place: (header, bytes it takes there), in one transaction.
+
+        The first writer of a chunk in a format wins; returns the content ids that lost to other
+        bytes for the same chunk, which nothing names now.  present: asked inside the transaction,
+        which gc deletes files in as well.  Raises FileNotFoundError when a file has gone meanwhile
+        (nothing is noted then), CatalogFault.
+        """
+        lost, now = [], self.now()
+        with self.write() as db:
+            for header, used in stored:
+                if present is not None and not present(header.content):
+                    raise FileNotFoundError(f"chunk {header.content[:16]} was collected meanwhile")
+                made = Fingerprint(header.fingerprint, header.meta)
+                chunk = self._chunk(db, self.fingerprint(db, made), header, now)
+                db.execute(
+                    "INSERT OR IGNORE INTO part (content, chunk, format, bytes)"
+                    " VALUES (?, ?, ?, ?)",
+                    (header.content, chunk, header.format, header.file_bytes),
+                )
+                (kept,) = db.execute(
+                    "SELECT content FROM part WHERE chunk = ? AND format = ?",
+                    (chunk, header.format),
+                ).fetchone()
+                if kept != header.content:
+                    lost.append(header.content)
+                    _event(db, now, "divergence", {"kept": kept, "refused": header.content})
+                    continue
+                db.execute(
+                    "INSERT OR IGNORE INTO replica (content, place, used, created_at)"
+                    " VALUES (?, ?, ?, ?)",
+                    (header.content, place, used, now),
+                )
+        return lost
+
+    @staticmethod
+    def _chunk(db: sqlite3.Connection, which: int, header: Header, now: float) -> int:
+        key = (which, header.chain.hex())
+        row = db.execute("SELECT id FROM chunk WHERE fingerprint = ? AND chain = ?", key).fetchone()
+        if row is None:
+            row = db.execute(
+                "INSERT INTO chunk (fingerprint, chain, parent, start, tokens, created_at, used_at)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING id",
+                (*key, header.parent.hex(), header.start, header.count, now, now),
+            ).fetchone()
+        return int(row[0])
+
+    def forget(self, place: str, contents: Iterable[str]) -> None:
+        """These parts are no longer at a place; a chunk without any part goes with its last."""
+        with self.write() as db:
+            db.executemany(
+                "DELETE FROM replica WHERE place = ? AND content = ?",
+                [(place, content) for content in contents],
+            )
+
+    def touch(self, chunks: Iterable[int]) -> None:
+        """Note a use of chunks: eviction goes by it.  The time never runs backwards."""
+        now = self.now()
+        with self.write() as db:
+            db.executemany(
+                "UPDATE chunk SET uses = uses + 1, used_at = max(used_at, ?) WHERE id = ?",
+                [(now, chunk) for chunk in chunks],
+            )
+
+    def usage(self) -> dict[str, tuple[int, int]]:
+        """Place -> (bytes used, parts), kept by triggers: no scan."""
+        return {row[0]: (row[1], row[2]) for row in self.read("SELECT * FROM place")}
+
+    # ---------------------------------------------------------------- events, settings
+
+    def event(self, kind: str, **detail: Any) -> None:
+        """Write down that something happened; a database that can't be written is no error here."""
+        with suppress(StoreError), self.write() as db:
+            _event(db, self.now(), kind, detail)
+
+    def events(self, kind: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
+        """The latest events, newest first."""
+        rows = self.read(
+            "SELECT kind, detail, at FROM event WHERE kind = coalesce(?, kind)"
+            " ORDER BY id DESC LIMIT ?",
+            (kind, limit),
+        )
+        return [{"kind": k, "at": at, **json.loads(detail)} for k, detail, at in rows]
+
+    def setting(self, key: str) -> str | None:
+        """A value of table `meta`."""
+        rows = self.read("SELECT value FROM meta WHERE key = ?", (key,))
+        return str(rows[0][0]) if rows else None
+
+    def set_setting(self, key: str, value: str) -> None:
+        """Write a value of table `meta`."""
+        with self.write() as db:
+            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def get_digest(self, key: tuple[str, int, int, int]) -> str | None:
+        """`StatCache`: the digest of a weights file with this path, size, mtime and inode."""
+        rows = self.read(
+            "SELECT digest FROM weights"
+            " WHERE path = ? AND bytes = ? AND mtime_ns = ? AND inode = ?",
+            key,
+        )
+        return str(rows[0][0]) if rows else None
+
+    def put_digest(self, key: tuple[str, int, int, int], hexdigest: str) -> None:
+        """`StatCache`: note it; a cache that cannot be written is no reason to stop."""
+        with suppress(StoreError), self.write() as db:
+            db.execute("INSERT OR REPLACE INTO weights VALUES (?, ?, ?, ?, ?)", (*key, hexdigest))
+
+
+def _event(db: sqlite3.Connection, at: float, kind: str, detail: Mapping[str, Any]) -> None:
+    db.execute(
+        "INSERT INTO event (kind, detail, at) VALUES (?, ?, ?)", (kind, json.dumps(detail), at)
+    )
+    db.execute("DELETE FROM event WHERE id <= (SELECT max(id) FROM event) - 10000")

@@ -1,0 +1,125 @@
+"""Garbage: what no root reaches, files that no row names, leftovers of writers that died.
+
+Roots are names, pins whose time is not over, and the committed text of sessions that are not
+closed.  A chunk is kept with all its ancestors.  Rows go first, in one transaction; then each file
+is deleted inside a transaction that has checked that no row names it, so that a publish of the same
+chunk in another process either sees it gone or keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from forkserve.store import faults
+from forkserve.store.vault import Vault
+
+__all__ = ["GRACE_S", "Swept", "collect", "delete_unnamed", "reachable"]
+
+GRACE_S = 24 * 3600.0  # s that garbage stays: a publish may be about to name it
+_BATCH = 64  # files deleted while the catalog is locked
+
+
+@dataclass(slots=True)
+class Swept:
+    """What a collection took away (or would take, in a dry run)."""
+
+    chunks: int = 0
+    bytes: int = 0
+    orphans: int = 0
+    leftovers: int = 0
+    pins: int = 0
+    sessions: int = 0
+
+
+_KEPT = """
+WITH RECURSIVE kept (chain) AS (
+  SELECT chain FROM name WHERE chain IS NOT NULL
+  UNION SELECT chain FROM pin WHERE until IS NULL OR until > ?1
+  UNION SELECT n.chain FROM node AS n JOIN session AS s ON s.id = n.session
+        WHERE s.closed_at IS NULL AND n.chain IS NOT NULL
+  UNION SELECT c.parent FROM kept JOIN chunk AS c ON c.chain = kept.chain
+)
+"""
+
+
+def reachable(vault: Vault) -> set[str]:
+    """Chain ids (hex) that a root keeps."""
+    return {row[0] for row in vault.catalog.read(_KEPT + "SELECT chain FROM kept", (_now(vault),))}
+
+
+def _now(vault: Vault) -> float:
+    return vault.catalog.now()
+
+
+def collect(
+    vault: Vault,
+    *,
+    grace_s: float = GRACE_S,
+    dry_run: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Swept:
+    """Mark and sweep; nothing younger than `grace_s` seconds goes.
+
+    A file or row from the future (the clock was set back) counts as young.  Raises OSError,
+    CatalogFault; what was swept before stays swept.
+    """
+    swept, limit = Swept(), _now(vault) - grace_s
+    catalog = vault.catalog
+    dead = catalog.read(
+        _KEPT + "SELECT p.content, r.place, r.used FROM chunk AS c JOIN part AS p ON p.chunk = c.id"
+        " JOIN replica AS r USING (content)"
+        " WHERE c.used_at <= ?2 AND c.created_at <= ?2 AND c.chain NOT IN (SELECT chain FROM kept)",
+        (_now(vault), limit),
+    )
+    faults.reach("gc.marked")
+    swept.chunks, swept.bytes = len({row[0] for row in dead}), sum(row[2] for row in dead)
+    ended = "closed_at IS NOT NULL AND closed_at <= ?"
+    (swept.sessions,) = catalog.read(f"SELECT count(*) FROM session WHERE {ended}", (limit,))[0]
+    expired = "until IS NOT NULL AND until <= ?"
+    (swept.pins,) = catalog.read(f"SELECT count(*) FROM pin WHERE {expired}", (_now(vault),))[0]
+    if not dry_run:
+        with catalog.write() as db:
+            db.execute(f"DELETE FROM pin WHERE {expired}", (_now(vault),))
+            db.execute(f"DELETE FROM session WHERE {ended}", (limit,))
+            # Marked again inside the transaction: a name may have come since.
+            db.execute(
+                _KEPT + "DELETE FROM replica WHERE content IN (SELECT p.content FROM part AS p"
+                " JOIN chunk AS c ON c.id = p.chunk WHERE c.used_at <= ?2 AND c.created_at <= ?2"
+                " AND c.chain NOT IN (SELECT chain FROM kept))",
+                (_now(vault), limit),
+            )
+    faults.reach("gc.unlisted")
+    named = {row[0] for row in catalog.read("SELECT content FROM replica")}
+    gone = {row[0] for row in dead}
+    for place, depot in vault.depots.items():
+        files = [
+            stat.key
+            for stat in depot.entries()
+            if stat.key in gone or (stat.key not in named and stat.at <= limit)
+        ]
+        swept.orphans += sum(key not in gone for key in files)
+        if not dry_run:
+            for done in delete_unnamed(vault, place, files):
+                if progress is not None:
+                    progress(done, len(files))
+            swept.leftovers += depot.sweep(max(grace_s, 0.0))
+    faults.reach("gc.deleted")
+    return swept
+
+
+def delete_unnamed(vault: Vault, place: str, keys: Sequence[str]) -> Iterator[int]:
+    """Delete files that no row names (asked again, under the lock); yields how many are done."""
+    depot = vault.depots[place]
+    for begin in range(0, len(keys), _BATCH):
+        batch = keys[begin : begin + _BATCH]
+        with vault.catalog.write() as db:
+            free = [
+                key
+                for key in batch
+                if not db.execute(
+                    "SELECT 1 FROM replica WHERE content = ? AND place = ?", (key, place)
+                ).fetchone()
+            ]
+            depot.delete(free)
+        yield begin + len(batch)

@@ -1,0 +1,179 @@
+"""Publishing off the token path: a bounded queue, one thread, tickets."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal
+
+from forkserve.errors import StoreError
+from forkserve.store.chunks import Buffer
+from forkserve.store.identity import Fingerprint, Link
+from forkserve.store.vault import Stored, Vault
+
+__all__ = ["Capture", "Publication", "Publisher"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Capture:
+    """Rows to publish.  read: the rows of a link, while the pages are held.  release: let go of
+    them; called exactly once, whatever happens.  after: run once the bytes are durable."""
+
+    made: Fingerprint
+    links: Sequence[Link]
+    read: Callable[[Link], Buffer]
+    release: Callable[[], None]
+    after: Callable[[], None] | None = None
+    _state: Literal["queued", "running", "dropped"] = field(default="queued", repr=False)
+
+
+@dataclass(slots=True)
+class Publication:
+    """Ticket of one publish.  accepted: False when the queue was full or the store is closed, with
+    the `reason`.  tokens: that the chunks cover."""
+
+    tokens: int
+    accepted: bool = True
+    reason: str = ""
+    _done: Future[Stored] = field(default_factory=Future, repr=False)
+
+    @property
+    def done(self) -> bool:
+        return self._done.done()
+
+    def wait(self, timeout_s: float | None = None) -> Stored:
+        """What was stored, once it is durable and catalogued.
+
+        Raises StoreError: refused, failed (the cause is chained), or not done within `timeout_s`.
+        """
+        if not self.accepted:
+            raise StoreError(f"nothing was published: {self.reason}")
+        try:
+            return self._done.result(timeout_s)
+        except TimeoutError:
+            raise StoreError(f"the publish is not done after {timeout_s} s") from None
+        except StoreError:
+            raise
+        except Exception as error:
+            raise StoreError(f"the publish failed: {error}") from error
+
+
+class Publisher:
+    """Runs captures one after the other in a thread of its own.
+
+    depth: captures that may wait; one more is refused at once, so that nobody is ever delayed.
+    on_failure: told of every publish that failed.
+    """
+
+    def __init__(
+        self,
+        vault: Vault,
+        depth: int = 2,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.dropped = 0
+        self.finished = 0
+        self._vault = vault
+        self._queue: queue.Queue[tuple[Capture, Publication] | None] = queue.Queue(depth)
+        self._on_failure = on_failure
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._holding: dict[int, Capture] = {}  # captures whose pages are not released
+        self._closed = False
+
+    def offer(self, capture: Capture, *, patience_s: float = 0.0) -> Publication:
+        """Queue a capture.  patience_s: a caller that waits anyway may wait for room as well."""
+        tokens = capture.links[-1].start + capture.links[-1].count if capture.links else 0
+        ticket = Publication(tokens)
+        with self._lock:
+            if self._closed:
+                capture.release()
+                return Publication(tokens, False, "the store is closed")
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="forkserve-publish", daemon=True
+                )
+                self._thread.start()
+        with self._lock:
+            self._holding[id(capture)] = capture
+        try:
+            self._queue.put((capture, ticket), block=patience_s > 0, timeout=patience_s or None)
+        except queue.Full:
+            self.dropped += 1
+            self._release(capture)
+            return Publication(tokens, False, "the queue is full")
+        return ticket
+
+    def relieve(self) -> bool:
+        """Pages are short: captures that only wait are dropped; True while one is being read.
+
+        Called under the engine's lock.
+        """
+        with self._lock:
+            waiting = [c for c in self._holding.values() if c._state == "queued"]
+            for capture in waiting:
+                capture._state = "dropped"
+        for capture in waiting:
+            self.dropped += 1
+            self._release(capture)
+        with self._lock:
+            return bool(self._holding)
+
+    def _release(self, capture: Capture) -> None:
+        capture.release()
+        with self._lock:
+            self._holding.pop(id(capture), None)
+
+    def drain(self, timeout_s: float = 60.0) -> bool:
+        """Wait until everything queued so far is done; False when that takes longer."""
+        waiter = threading.Thread(target=self._queue.join, daemon=True)
+        waiter.start()
+        waiter.join(timeout_s)
+        return not waiter.is_alive()
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Finish what is queued, at most for `timeout_s` seconds.  Idempotent."""
+        with self._lock:
+            self._closed = True
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(timeout_s)
+
+    def _serve(self) -> None:
+        while True:
+            job = self._queue.get()
+            try:
+                if job is None:
+                    return
+                self._run(*job)
+            finally:
+                self._queue.task_done()
+
+    def _run(self, capture: Capture, ticket: Publication) -> None:
+        with self._lock:
+            if capture._state == "dropped":
+                ticket._done.set_exception(StoreError("dropped: its pages were needed for tokens"))
+                return
+            capture._state = "running"
+        try:
+            try:
+                stored = self._vault.put(capture.made, capture.links, capture.read)
+            finally:
+                self._release(capture)
+            if capture.after is not None:
+                capture.after()
+        except BaseException as error:
+            _log.warning("a publish failed: %s", error)
+            if self._on_failure is not None:
+                self._on_failure(error)
+            ticket._done.set_exception(error)
+        else:
+            self.finished += 1
+            ticket._done.set_result(stored)

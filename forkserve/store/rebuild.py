@@ -1,0 +1,150 @@
+"""The catalog from the chunk files alone, and the cross-check of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from forkserve.store.chunks import ChunkFault, Header, parse_header
+from forkserve.store.depots.protocol import Depot
+from forkserve.store.vault import Vault
+
+__all__ = ["Report", "rebuild", "verify"]
+
+_HEAD = 1 << 16  # bytes; a header of 256 tokens has 3 kB
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class Report:
+    """What a check found.  faults: (place, content, kind).  orphans: files that no row names."""
+
+    checked: int = 0
+    bytes: int = 0
+    adopted: int = 0
+    faults: list[tuple[str, str, str]] = field(default_factory=list)
+    orphans: int = 0
+    dangling: int = 0  # rows without a file
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        return not self.faults and not self.dangling and not self.problems
+
+
+def rebuild(vault: Vault, progress: Progress | None = None) -> Report:
+    """Enter every sound file into the catalog, and strike rows whose file has gone.
+
+    Only headers are read; payloads are verified when they are first used, as always.  Raises
+    OSError, CatalogFault.
+    """
+    report = Report()
+    for place, depot in vault.depots.items():
+        stats = {stat.key: stat for stat in depot.entries()}
+        batch: list[tuple[Header, int]] = []
+        lost: set[str] = set()
+        for number, (key, stat) in enumerate(stats.items()):
+            header = _header(depot, key, report)
+            if header is not None:
+                batch.append((header, stat.used))
+            elif depot.stat(key) is None:
+                lost.add(key)
+            if len(batch) >= 256:
+                _adopt(vault, place, batch, report)
+            if progress is not None:
+                progress(number + 1, len(stats))
+        _adopt(vault, place, batch, report)
+        rows = vault.catalog.read("SELECT content FROM replica WHERE place = ?", (place,))
+        gone = [content for (content,) in rows if content not in stats or content in lost]
+        vault.catalog.forget(place, gone)
+        report.dangling += len(gone)
+    return report
+
+
+def _header(depot: Depot, key: str, report: Report) -> Header | None:
+    try:
+        stat, data = depot.head(key, _HEAD)
+        header = parse_header(data, stat.bytes)
+        if header.content != key:
+            raise ChunkFault("name", "the file has another name than its content")
+    except FileNotFoundError:
+        return None
+    except ChunkFault as fault:
+        report.faults.append((depot.place, key, fault.kind))
+        if fault.damaged:
+            depot.quarantine(key, fault.kind)
+        return None
+    report.checked += 1
+    report.bytes += header.file_bytes
+    return header
+
+
+def _adopt(vault: Vault, place: str, batch: list[tuple[Header, int]], report: Report) -> None:
+    """Parents before children, so that the same first writer wins every time."""
+    batch.sort(key=lambda pair: (pair[0].start, pair[0].content))
+    known = {
+        content
+        for header, _ in batch
+        for (content,) in vault.catalog.read(
+            "SELECT content FROM replica WHERE place = ? AND content = ?", (place, header.content)
+        )
+    }
+    lost = vault.catalog.record(place, batch)
+    report.adopted += sum(h.content not in known for h, _ in batch) - len(lost)
+    report.orphans += len(lost)
+    batch.clear()
+
+
+def verify(vault: Vault, progress: Progress | None = None) -> Report:
+    """Hash every catalogued part, and check the database; damaged parts are quarantined.
+
+    Files that no row names are counted, not touched: they are garbage, or a publish under way.
+    Raises OSError, CatalogFault.
+    """
+    report = Report()
+    report.problems = _integrity(vault)
+    for place, depot in vault.depots.items():
+        rows = vault.catalog.read(
+            "SELECT r.content, p.bytes FROM replica AS r JOIN part AS p USING (content)"
+            " WHERE r.place = ? ORDER BY r.content",
+            (place,),
+        )
+        for number, (content, size) in enumerate(rows):
+            fault = vault.verify(place, content)
+            report.checked += 1
+            report.bytes += size
+            if fault is not None and fault.kind == "missing":
+                report.dangling += 1
+            elif fault is not None:
+                report.faults.append((place, content, fault.kind))
+            if progress is not None:
+                progress(number + 1, len(rows))
+        named = {content for content, _ in rows}
+        report.orphans += sum(stat.key not in named for stat in depot.entries())
+    return report
+
+
+def _integrity(vault: Vault) -> list[str]:
+    """Faults of the database itself, and of what its rows promise each other."""
+    read = vault.catalog.read
+    found = [str(row[0]) for row in read("PRAGMA integrity_check(20)") if row[0] != "ok"]
+    found += [
+        f"foreign key of table {row[0]}, row {row[1]}" for row in read("PRAGMA foreign_key_check")
+    ]
+    checks = {
+        "chunks without a part": "SELECT count(*) FROM chunk WHERE id NOT IN"
+        " (SELECT chunk FROM part)",
+        "parts without a replica": "SELECT count(*) FROM part WHERE content NOT IN"
+        " (SELECT content FROM replica)",
+        "places whose total is wrong": "SELECT count(*) FROM place AS p WHERE (p.used, p.parts) !="
+        " (SELECT coalesce(sum(used), 0), count(*) FROM replica WHERE place = p.name)",
+        "nodes whose tokens are incomplete": "SELECT count(*) FROM node AS n WHERE n.tokens > 0"
+        " AND NOT EXISTS (SELECT 1 FROM run AS r WHERE r.session = n.session AND r.node = n.id)",
+        "sessions without a tip": "SELECT count(*) FROM session AS s WHERE closed_at IS NULL AND"
+        " NOT EXISTS (SELECT 1 FROM tip AS t WHERE t.session = s.id AND t.line = 0)",
+    }
+    for what, sql in checks.items():
+        (count,) = read(sql)[0]
+        if count:
+            found.append(f"{count} {what}")
+    return found

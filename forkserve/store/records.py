@@ -1,0 +1,227 @@
+"""Sessions and names as plain values, read from the catalog."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from forkserve.errors import StoreError
+from forkserve.store.catalog import Catalog
+from forkserve.store.chunks import ChunkFault
+from forkserve.store.identity import Fingerprint, root_id, token_bytes
+from forkserve.store.seal import Sealer
+
+__all__ = [
+    "NameRecord",
+    "NodeRecord",
+    "SessionRecord",
+    "read_name",
+    "read_session",
+    "remove_name",
+    "rename",
+    "write_name",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """One committed node."""
+
+    id: int
+    parent: int | None
+    branch: str
+    start: int
+    tokens: array[int]
+    mode: str
+    line: int
+    generation: int
+    known: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session as it was last written, nodes parents first.
+
+    bindings: (role, branch) of its commits, oldest first.  tool_times: (tool, ms), oldest first.
+    """
+
+    id: str
+    tenant: str
+    salt: str
+    seed: int
+    fingerprint: str
+    next_node: int
+    next_line: int
+    nodes: tuple[NodeRecord, ...]
+    tips: dict[int, int]
+    bindings: tuple[tuple[str, str], ...]
+    next_binding: int
+    tool_times: tuple[tuple[str, float], ...]
+    meters: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class NameRecord:
+    """A named state: the whole text from the root, and how its draws were seeded."""
+
+    name: str
+    session: str
+    node: int
+    tenant: str
+    salt: str
+    seed: int
+    tokens: array[int]
+    chain: str | None
+
+
+def read_session(catalog: Catalog, session: str, sealer: Sealer | None) -> SessionRecord | None:
+    """A session of the catalog, or None.  Raises StoreError if its rows do not fit together."""
+    rows = catalog.read(
+        "SELECT s.tenant, s.salt, s.seed, f.digest, s.next_node, s.next_line"
+        " FROM session AS s JOIN fingerprint AS f ON f.id = s.fingerprint WHERE s.id = ?",
+        (session,),
+    )
+    if not rows:
+        return None
+    tenant, salt, seed, digest, next_node, next_line = rows[0]
+    runs: dict[int, array[int]] = {}
+    for node, start, blob in catalog.read(
+        "SELECT node, start, ids FROM run WHERE session = ? ORDER BY node, start", (session,)
+    ):
+        ids = runs.setdefault(node, array("i"))
+        if start != len(ids):
+            raise StoreError(f"node {node} of session '{session}' lacks tokens from {len(ids)} on")
+        ids.extend(_ids(_opened(blob, f"run{session}/{node}/{start}".encode(), sealer)))
+    nodes = []
+    for node, parent, branch, start, count, mode, line, generation, known in catalog.read(
+        "SELECT id, parent, branch, start, tokens, mode, line, generation, known FROM node"
+        " WHERE session = ? ORDER BY id",
+        (session,),
+    ):
+        ids = runs.get(node, array("i"))
+        if len(ids) != count:
+            raise StoreError(
+                f"node {node} of session '{session}' has {len(ids)} of its {count} tokens"
+            )
+        nodes.append(NodeRecord(node, parent, branch, start, ids, mode, line, generation, known))
+    tips = dict(catalog.read("SELECT line, node FROM tip WHERE session = ?", (session,)))
+    if not nodes or tips.get(0) not in {node.id for node in nodes}:
+        raise StoreError(f"session '{session}' has no main line in the catalog")
+    bindings = catalog.read(
+        "SELECT role, branch FROM binding WHERE session = ? ORDER BY seq", (session,)
+    )
+    (following,) = catalog.read(
+        "SELECT coalesce(max(seq) + 1, 0) FROM binding WHERE session = ?", (session,)
+    )[0]
+    times = catalog.read("SELECT tool, ms FROM tool_time WHERE session = ? ORDER BY id", (session,))
+    return SessionRecord(
+        id=session,
+        tenant=tenant,
+        salt=_opened(salt, b"salt" + session.encode(), sealer).decode(),
+        seed=int(seed),
+        fingerprint=digest,
+        next_node=next_node,
+        next_line=next_line,
+        nodes=tuple(nodes),
+        tips=tips,
+        bindings=tuple((role, branch) for role, branch in bindings),
+        next_binding=following,
+        tool_times=tuple((tool, ms) for tool, ms in times),
+        meters=dict(catalog.read("SELECT name, value FROM meter WHERE tenant = ?", (tenant,))),
+    )
+
+
+def write_name(catalog: Catalog, made: Fingerprint, of: NameRecord, sealer: Sealer | None) -> None:
+    """Give a state a name; a name that is taken is an error.  Raises StoreError."""
+    place = of.name.encode()
+    raw = token_bytes(of.tokens)
+    salt = of.salt.encode()
+    with catalog.write() as db:
+        taken = db.execute("SELECT session, node FROM name WHERE name = ?", (of.name,)).fetchone()
+        if taken is not None:
+            raise StoreError(
+                f"the name '{of.name}' stands for node {taken[1]} of session '{taken[0]}'; "
+                "remove it first, or choose another"
+            )
+        db.execute(
+            "INSERT INTO name VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+            (
+                of.name,
+                of.session,
+                of.node,
+                of.tenant,
+                sealer.seal(salt, b"salt" + place) if sealer else salt,
+                str(of.seed),
+                catalog.fingerprint(db, made),
+                root_id(of.salt).hex(),
+                of.chain,
+                len(of.tokens),
+                sealer.seal(raw, b"name" + place) if sealer else raw,
+                catalog.now(),
+            ),
+        )
+
+
+def read_name(catalog: Catalog, name: str, sealer: Sealer | None) -> NameRecord:
+    """A named state.  Raises StoreError when there is none, or it does not open."""
+    rows = catalog.read(
+        "SELECT session, node, tenant, salt, seed, chain, ids FROM name WHERE name = ?", (name,)
+    )
+    if not rows:
+        raise StoreError(f"the store has no state named '{name}'")
+    session, node, tenant, salt, seed, chain, ids = rows[0]
+    place = name.encode()
+    return NameRecord(
+        name=name,
+        session=session,
+        node=node,
+        tenant=tenant,
+        salt=_opened(salt, b"salt" + place, sealer).decode(),
+        seed=int(seed),
+        tokens=_ids(_opened(ids, b"name" + place, sealer)),
+        chain=chain,
+    )
+
+
+def remove_name(catalog: Catalog, name: str) -> None:
+    """Forget a name.  Raises StoreError when there is none."""
+    with catalog.write() as db:
+        if not db.execute("DELETE FROM name WHERE name = ?", (name,)).rowcount:
+            raise StoreError(f"the store has no state named '{name}'")
+
+
+def rename(catalog: Catalog, name: str, to: str, sealer: Sealer | None) -> None:
+    """Give a state another name.  Raises StoreError: unknown, taken, or sealed with another key."""
+    found = read_name(catalog, name, sealer)  # what is sealed is bound to its name
+    salt, raw = found.salt.encode(), token_bytes(found.tokens)
+    if sealer is not None:
+        salt, raw = (
+            sealer.seal(salt, b"salt" + to.encode()),
+            sealer.seal(raw, b"name" + to.encode()),
+        )
+    with catalog.write() as db:
+        if db.execute("SELECT 1 FROM name WHERE name = ?", (to,)).fetchone():
+            raise StoreError(f"the name '{to}' is taken")
+        db.execute(
+            "UPDATE name SET name = ?, salt = ?, ids = ? WHERE name = ?", (to, salt, raw, name)
+        )
+
+
+def _opened(blob: bytes, place: bytes, sealer: Sealer | None) -> bytes:
+    if sealer is None:
+        return bytes(blob)
+    try:
+        return sealer.unseal(blob, place)
+    except ChunkFault:
+        raise StoreError("the stored text does not open with this key") from None
+
+
+def _ids(raw: bytes) -> array[int]:
+    ids = array("i")
+    try:
+        ids.frombytes(raw)
+    except ValueError:
+        raise StoreError("stored token ids are cut off, or sealed with a key") from None
+    if len(ids) and min(ids) < 0:
+        raise StoreError("stored token ids are damaged, or sealed with a key")
+    return ids

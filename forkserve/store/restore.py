@@ -1,0 +1,100 @@
+"""Bringing chunks back: verified in parallel, each read once however many ask for it.
+
+Also the price of doing so, learned from what was brought back before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from forkserve.store.catalog import Found
+from forkserve.store.identity import Fingerprint
+from forkserve.store.vault import Loaded, Vault
+
+__all__ = ["RestoreCost", "Restorer", "clock_ms"]
+
+_SETTING = "restore_cost"
+_LEARN = 0.3  # weight of a new measurement
+
+
+class RestoreCost:
+    """ms(bytes) = fixed + bytes / rate.  rate in bytes/ms; careful until it was measured."""
+
+    def __init__(self, vault: Vault) -> None:
+        self._vault = vault
+        self.fixed_ms = 2.0
+        self.rate = 400e6 / 1e3
+        self.measured = 0
+        known = (vault.catalog.setting(_SETTING) or "").split()
+        if len(known) == 2:
+            self.rate, self.measured = max(float(known[0]), 1.0), int(known[1])
+
+    def predict_ms(self, size: int) -> float:
+        """Predicted time to bring `size` bytes from the store into pages."""
+        return self.fixed_ms + size / self.rate
+
+    def observe(self, size: int, ms: float) -> None:
+        """Learn from a restore; small ones say little about the rate."""
+        if size < 1 << 20:
+            return
+        rate = size / max(ms - self.fixed_ms, 0.1 * ms, 1e-3)
+        weight = _LEARN if self.measured else 1.0
+        self.rate += weight * (rate - self.rate)
+        self.measured += 1
+
+    def save(self) -> None:
+        """Write the rate down for the next process.  Raises CatalogFault."""
+        if self.measured:
+            self._vault.catalog.set_setting(_SETTING, f"{self.rate:.1f} {self.measured}")
+
+
+class Restorer:
+    """Loads chunks for any number of callers; a chunk that two want at once is read once."""
+
+    def __init__(self, vault: Vault, threads: int = 2) -> None:
+        self.cost = RestoreCost(vault)
+        self.reads = 0  # chunks opened
+        self.shared = 0  # chunks that somebody else was reading already
+        self._vault = vault
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="forkserve-restore")
+        self._flights: dict[tuple[bytes, str], Future[Loaded | None]] = {}
+        self._lock = threading.Lock()
+
+    def fetch(self, made: Fingerprint, chain: Sequence[Found]) -> Iterator[Loaded]:
+        """The chunks of a chain in order, up to the first that no place has sound."""
+        ahead = [self._start(made, found) for found in chain]
+        for future in ahead:
+            loaded = future.result()
+            if loaded is None:
+                return
+            yield loaded
+
+    def _start(self, made: Fingerprint, found: Found) -> Future[Loaded | None]:
+        key = (made.digest, found.content)
+        with self._lock:
+            flight = self._flights.get(key)
+            if flight is not None:
+                self.shared += 1
+                return flight
+            self.reads += 1
+            flight = self._pool.submit(self._vault.load, made, found)
+            self._flights[key] = flight
+        flight.add_done_callback(lambda done: self._landed(key, done))
+        return flight
+
+    def _landed(self, key: tuple[bytes, str], flight: Future[Loaded | None]) -> None:
+        with self._lock:
+            if self._flights.get(key) is flight:
+                del self._flights[key]
+
+    def close(self) -> None:
+        """Wait for what is being read and end the threads.  Idempotent."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def clock_ms() -> float:
+    """Real time in ms, whatever clock the engine runs on."""
+    return time.perf_counter() * 1e3

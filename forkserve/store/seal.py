@@ -1,0 +1,84 @@
+"""Authenticated encryption of what a prompt could be read from: token ids and KV payloads.
+
+AES-256-GCM from the library `cryptography`.  Each sealed piece has a key of its own, derived from
+the user's key and a random nonce's companion salt, so that no nonce is ever used twice under one
+key.  A piece is bound to its place by associated data: moved elsewhere, it does not open.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from forkserve.errors import ConfigError, MissingExtra
+from forkserve.store.chunks import Buffer, ChunkFault
+
+__all__ = ["Sealer", "load_key"]
+
+_SALT, _NONCE = 16, 12
+_CONTEXT = "forkserve/store 2026-11 seal key"
+
+
+class Sealer:
+    """Seals and opens pieces with one key of 32 bytes.  Raises MissingExtra without the library."""
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != 32:
+            raise ConfigError(f"an encryption key has 32 bytes, not {len(key)}")
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ModuleNotFoundError as error:
+            raise MissingExtra("Store encryption", "store", "cryptography") from error
+        self._cipher: Any = AESGCM
+        self._invalid: type[Exception] = InvalidTag
+        self._key = blake3(key, derive_key_context=_CONTEXT).digest()
+        self.key_id = blake3(self._key, derive_key_context=_CONTEXT + " id").digest()[:8]
+
+    def seal(self, plain: Buffer, place: bytes) -> bytes:
+        """salt | nonce | ciphertext and tag.  `place` must be given again to open it."""
+        salt, nonce = os.urandom(_SALT), os.urandom(_NONCE)
+        sealed: bytes = self._cipher(self._derive(salt)).encrypt(nonce, bytes(plain), place)
+        return salt + nonce + sealed
+
+    def unseal(self, sealed: Buffer, place: bytes) -> bytes:
+        """The plain bytes.  Raises ChunkFault ("key") if key, place or bytes are not the same."""
+        view = bytes(sealed)
+        salt, nonce, body = view[:_SALT], view[_SALT : _SALT + _NONCE], view[_SALT + _NONCE :]
+        try:
+            plain: bytes = self._cipher(self._derive(salt)).decrypt(nonce, body, place)
+        except (self._invalid, ValueError):
+            raise ChunkFault("key", "a sealed piece does not open with this key") from None
+        return plain
+
+    def sign(self, data: bytes) -> str:
+        """A keyed hash of `data`, in hex."""
+        return blake3(
+            data, key=blake3(self._key, derive_key_context=_CONTEXT + " mac").digest()
+        ).hexdigest()
+
+    def _derive(self, salt: bytes) -> bytes:
+        return blake3(salt, key=self._key).digest()
+
+
+def load_key(source: str) -> bytes:
+    """A key of 64 hex digits from "env:NAME" or from a file.  Raises ConfigError."""
+    if source.startswith("env:"):
+        text = os.environ.get(source[4:], "")
+        if not text:
+            raise ConfigError(f"the environment has no key in {source[4:]}")
+    else:
+        try:
+            text = Path(source).expanduser().read_text(encoding="ascii")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the key file {source}: {error}") from error
+    try:
+        key = bytes.fromhex(text.strip())
+    except ValueError:
+        key = b""
+    if len(key) != 32:
+        raise ConfigError(f"the key in {source} is not 64 hex digits")
+    return key

@@ -1,0 +1,322 @@
+"""Chunks in and out: encode and seal, store and catalogue; open, verify, or set aside.
+
+Order of writing: bytes durable in every place that has to hold them, then one catalog transaction.
+A crash in between leaves files that no row names, never a row without its bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from forkserve.errors import StoreError
+from forkserve.store import codecs, faults
+from forkserve.store.catalog import Catalog, Found
+from forkserve.store.chunks import (
+    Buffer,
+    ChunkFault,
+    Header,
+    build,
+    check_link,
+    check_payload,
+    hash_parts,
+    parse_header,
+)
+from forkserve.store.depots.protocol import Blob, Depot
+from forkserve.store.identity import Fingerprint, Link
+from forkserve.store.seal import Sealer
+
+__all__ = ["Loaded", "Stored", "Vault"]
+
+_log = logging.getLogger(__name__)
+_TRIES = 3
+_STAGED = 64 << 20  # bytes held in memory before they are made durable
+
+
+@dataclass(slots=True)
+class Stored:
+    """What a `Vault.put` did.  known: chunks that were there already; bytes: written anew."""
+
+    written: int = 0
+    known: int = 0
+    bytes: int = 0
+    diverged: int = 0
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A verified chunk.  payload: decoded rows; valid while this object lives."""
+
+    found: Found
+    payload: Buffer
+    blob: Blob | None = field(default=None, repr=False)
+
+
+class Vault:
+    """Depots in order of preference for reading, under one catalog.
+
+    format: of what is written.  lossy: may lossy parts be served.  The first depot is where chunks
+    are written; `copy` brings them to others.  Raises StoreError for an unknown format.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        depots: Sequence[Depot],
+        *,
+        format: str = "raw",
+        lossy: bool = False,
+        sealer: Sealer | None = None,
+    ) -> None:
+        codecs.require(format)
+        self.catalog = catalog
+        self.depots = {depot.place: depot for depot in depots}
+        self.format = format
+        self.lossy = lossy
+        self.sealer = sealer
+        self.make_room: Callable[[int], object] | None = None  # asked before every write
+        self.verified_bytes = 0  # hashed at first open in this process
+        self._first = depots[0]
+        self._sound: dict[tuple[str, str], tuple[int, ...]] = {}  # (place, content) -> stamp
+        self._lock = threading.Lock()
+
+    # ---------------------------------------------------------------- writing
+
+    def absent(self, made: Fingerprint, links: Sequence[Link]) -> list[Link]:
+        """Links whose bytes are not there: not catalogued, or their file has gone or changed size.
+
+        A row is not believed: a lost file is written again (and the row was wrong).
+        """
+        listed = self.catalog.listed(made, links)
+        return [
+            link
+            for link, parts in zip(links, listed, strict=True)
+            if not any(part.format == self.format and self._present(part) for part in parts)
+        ]
+
+    def _present(self, found: Found) -> bool:
+        depot = self.depots.get(self._first.place)
+        if depot is None or depot.place not in found.places:
+            return False
+        stat = depot.stat(found.content)
+        return stat is not None and stat.bytes == found.bytes
+
+    def put(
+        self,
+        made: Fingerprint,
+        links: Sequence[Link],
+        payload: Callable[[Link], Buffer],
+    ) -> Stored:
+        """Make chunks durable and catalogue them, root first.
+
+        payload: the rows of a link, asked for one at a time.  Raises OSError when a depot fails and
+        CatalogFault when the catalog does; what was finished before stays.
+        """
+        report = Stored(known=len(links))
+        staged: list[tuple[Header, tuple[Buffer, ...]]] = []
+        size = 0
+        for link in self.absent(made, links):
+            report.known -= 1
+            staged.append(self.pack(made, link, payload(link)))
+            size += staged[-1][0].file_bytes
+            faults.reach("publish.captured")
+            if size >= _STAGED:
+                self._store(staged, report)
+                staged, size = [], 0
+        self._store(staged, report)
+        return report
+
+    def pack(
+        self, made: Fingerprint, link: Link, rows: Buffer, form: str | None = None
+    ) -> tuple[Header, tuple[Buffer, ...]]:
+        """Header and file parts of one chunk."""
+        form = form or self.format
+        stored = codecs.encode(form, rows, made.layout)
+        tokens, key_id = link.tokens, bytes(8)
+        if self.sealer is not None:
+            key_id = self.sealer.key_id
+            tokens = self.sealer.seal(tokens, b"tokens" + link.id)
+            stored = self.sealer.seal(stored, b"payload" + link.id)
+        header, raw = build(
+            Header(
+                fingerprint=made.digest,
+                meta=made.text,
+                parent=link.parent,
+                chain=link.id,
+                start=link.start,
+                count=link.count,
+                tokens=tokens,
+                format=form,
+                stored_bytes=len(stored),
+                raw_bytes=len(rows),
+                payload_hash=hash_parts([stored]),
+                sealed=self.sealer is not None,
+                key_id=key_id,
+            )
+        )
+        return header, (raw, stored)
+
+    def adopt(self, staged: list[tuple[Header, tuple[Buffer, ...]]]) -> None:
+        """Make chunks durable and catalogue them that exist as file parts; verified by the caller.
+
+        Raises OSError, CatalogFault.
+        """
+        self._store(staged)
+
+    def _store(
+        self, staged: list[tuple[Header, tuple[Buffer, ...]]], report: Stored | None = None
+    ) -> None:
+        if not staged:
+            return
+        depot = self._first
+        if self.make_room is not None:
+            self.make_room(sum(_blocks(header.file_bytes) for header, _ in staged))
+        for attempt in range(_TRIES):
+            stats = depot.put([(header.content, parts) for header, parts in staged])
+            faults.reach("publish.stored")
+            pairs = [(h, s.used) for (h, _), s in zip(staged, stats, strict=True)]
+            try:
+                lost = self.catalog.record(
+                    depot.place, pairs, lambda key: depot.stat(key) is not None
+                )
+                break
+            except FileNotFoundError:  # an orphan that gc took while we relied on it: write it anew
+                if attempt == _TRIES - 1:
+                    raise
+        faults.reach("publish.catalogued")
+        if lost:
+            self._first.delete(lost)
+        if report is not None:
+            report.written += len(staged) - len(lost)
+            report.diverged += len(lost)
+            report.bytes += sum(header.file_bytes for header, _ in staged)
+
+    def copy(self, contents: Iterable[tuple[str, str]], source: str, target: str) -> int:
+        """Copy (content, chain) parts from one place to another, verified; returns how many.
+
+        Raises OSError.
+        """
+        depot, done = self.depots[target], 0
+        for content, _ in contents:
+            blob = self.depots[source].open(content)
+            try:
+                header = self._verify(blob, source, content)
+                (stat,) = depot.put([(content, [blob.data])])
+                self.catalog.record(target, [(header, stat.used)])
+                done += 1
+            finally:
+                blob.close()
+        return done
+
+    # ---------------------------------------------------------------- reading
+
+    def load(self, made: Fingerprint, found: Found) -> Loaded | None:
+        """The verified rows of a chunk from the first place that has them sound; None if none has.
+
+        Damage is quarantined and struck from the catalog at once.  A chunk that is sound but not
+        for us (other key, newer version) is a miss and stays.  A place that cannot be read now is
+        skipped.
+        """
+        for place in sorted(found.places, key=self._rank):
+            depot = self.depots.get(place)
+            if depot is None:
+                continue
+            try:
+                loaded = self._open(depot, made, found)
+            except ChunkFault as fault:
+                self._refuse(depot, found.content, fault)
+            except FileNotFoundError:
+                self._strike(depot, found.content, "missing", "the file is gone")
+            except OSError as error:
+                self.catalog.event(
+                    "read_failed", place=place, content=found.content, error=str(error)
+                )
+            else:
+                return loaded
+        return None
+
+    def _rank(self, place: str) -> int:
+        order = list(self.depots)
+        return order.index(place) if place in order else len(order)
+
+    def _open(self, depot: Depot, made: Fingerprint, found: Found) -> Loaded:
+        blob = depot.open(found.content)
+        try:
+            header = self._verify(blob, depot.place, found.content)
+            tokens = header.tokens
+            if header.sealed:
+                if self.sealer is None or self.sealer.key_id != header.key_id:
+                    raise ChunkFault("key", "the chunk is sealed with another key")
+                tokens = self.sealer.unseal(tokens, b"tokens" + header.chain)
+            check_link(header, found.link, made.digest, tokens)
+            stored: Buffer = blob.data[header.length :]
+            if header.sealed and self.sealer is not None:
+                stored = self.sealer.unseal(stored, b"payload" + header.chain)
+            if header.layout != made.layout:
+                raise ChunkFault("identity", "the chunk has another layout")
+            payload = codecs.decode(header.format, stored, header.raw_bytes, made.layout)
+        except BaseException:
+            blob.close()
+            raise
+        return Loaded(found, payload, blob)
+
+    def _verify(self, blob: Blob, place: str, content: str) -> Header:
+        """Header of an open chunk; every byte is hashed unless this very file was before."""
+        data = blob.data
+        header = parse_header(data, len(data))
+        if header.content != content:
+            raise ChunkFault("name", f"the file under {content[:16]} is {header.content[:16]}")
+        if self._sound.get((place, content)) != blob.stat.stamp:
+            check_payload(header, data[header.length :])
+            with self._lock:
+                self.verified_bytes += len(data)
+                self._sound[place, content] = blob.stat.stamp
+        return header
+
+    def verify(self, place: str, content: str) -> ChunkFault | None:
+        """Hash one stored part again, whatever was hashed before; a damaged one is quarantined.
+
+        Raises OSError when the place cannot be read.
+        """
+        depot = self.depots[place]
+        self._sound.pop((place, content), None)
+        try:
+            blob = depot.open(content)
+        except FileNotFoundError:
+            self._strike(depot, content, "missing", "the file is gone")
+            return ChunkFault("missing", f"chunk {content[:16]} is gone")
+        try:
+            self._verify(blob, place, content)
+        except ChunkFault as fault:
+            blob.close()
+            self._refuse(depot, content, fault)
+            return fault
+        blob.close()
+        return None
+
+    def _refuse(self, depot: Depot, content: str, fault: ChunkFault) -> None:
+        if not fault.damaged:
+            self.catalog.event("unusable", place=depot.place, content=content, why=fault.kind)
+            return
+        try:
+            depot.quarantine(content, fault.kind)
+        except OSError as error:  # a read-only disk: the row goes, the file stays
+            _log.warning("chunk %s could not be set aside: %s", content[:16], error)
+        self._strike(depot, content, fault.kind, str(fault))
+
+    def _strike(self, depot: Depot, content: str, kind: str, message: str) -> None:
+        with self._lock:
+            self._sound.pop((depot.place, content), None)
+        _log.warning("chunk %s in %s is unusable: %s", content[:16], depot.place, message)
+        try:
+            self.catalog.forget(depot.place, [content])
+        except StoreError as error:  # it is a miss every time, until the catalog can be written
+            _log.warning("the catalog still lists chunk %s: %s", content[:16], error)
+        self.catalog.event("quarantine", place=depot.place, content=content, why=kind)
+
+
+def _blocks(size: int) -> int:
+    """What a file of `size` bytes takes on a disk, at most (blocks of 4 KiB, and some slack)."""
+    return (size + 4095) // 4096 * 4096 + 4096

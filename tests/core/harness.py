@@ -1,0 +1,145 @@
+"""Engines for tests: a poisoned, shuffled mock, and the cold engine that everything must equal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from forkserve import Engine, ForkServeConfig
+from forkserve.control.core import Core
+from forkserve.control.flight import Ran
+from forkserve.control.loop import Loop
+from forkserve.engine import MockBackend
+from forkserve.tree.node import Node
+from forkserve.types import GREEDY, NodeMode, SamplingParams
+
+from .strict import StrictMock
+
+_COLD = ForkServeConfig(page_size=16, capacity_pages=64, prefix_index=False)
+
+
+def engine(backend: dict[str, Any] | None = None, **config: Any) -> Engine:
+    """An engine over the mock; pages come in shuffled order, free slots hold poison."""
+    settings = {"shuffle_pages": True, "page_size": 4, "capacity_pages": 64, **config}
+    return Engine(StrictMock(ForkServeConfig(**settings), **(backend or {})))
+
+
+def mock(eng: Engine) -> MockBackend:
+    backend = eng.backend
+    assert isinstance(backend, MockBackend)
+    return backend
+
+
+def core(eng: Engine) -> Core:
+    return eng._core
+
+
+def loop(eng: Engine) -> Loop:
+    return eng._loop
+
+
+def tick(eng: Engine) -> Ran:
+    return loop(eng).tick(wake=True)
+
+
+def node(eng: Engine, session: str, node_id: int) -> Node:
+    return eng.tree(session).get(node_id)
+
+
+def refs(eng: Engine) -> list[int]:
+    return list(core(eng).pool.refs)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.001)
+
+
+def warm(eng: Engine, session: str, *kids: int) -> None:
+    """Prefill branches."""
+    eng.speculate_set(session, dict.fromkeys(kids, 1.0))
+    while eng.drain_slack():
+        eng.check()
+
+
+Key = tuple[tuple[int, ...], int, SamplingParams]
+_known: dict[Key, tuple[int, ...]] = {}  # what cold engines said
+
+
+def cold(prompt: Sequence[int], count: int, params: SamplingParams = GREEDY) -> list[int]:
+    """What an engine that has never seen anything else generates after `prompt`."""
+    key = (tuple(prompt), count, params)
+    if key not in _known:
+        eng = Engine(MockBackend(_COLD))
+        _known[key] = tuple(eng.generate(eng.open(prompt).id, count, params=params))
+    return list(_known[key])
+
+
+@contextmanager
+def only_for_now() -> Iterator[None]:
+    """What a cold engine says in here, perhaps broken on purpose, is forgotten afterwards."""
+    before = dict(_known)
+    try:
+        yield
+    finally:
+        _known.clear()
+        _known.update(before)
+
+
+@dataclass(frozen=True)
+class Alphabet:
+    """Lets a generation use the ids [low, high) only: a session's own letters."""
+
+    low: int
+    high: int
+
+    def allowed(self, generated: Sequence[int]) -> Sequence[int]:
+        return range(self.low, self.high)
+
+
+def assert_same_as_cold(eng: Engine, session: str, count: int = 3) -> None:
+    """Whatever happened to the session, its tip goes on as a cold engine would."""
+    history = eng.tokens(session)
+    assert eng.generate(session, count) == cold(history, count)
+    eng.check()
+
+
+def assert_nothing_left(eng: Engine) -> None:
+    """Close everything: no page, no task, no promise may stay behind."""
+    for session in eng.sessions():
+        eng.close(session)
+    while core(eng).pending:
+        tick(eng)
+    state = core(eng)
+    state.index.clear()
+    eng.check()
+    assert state.pool.live_pages == 0
+    assert not any(state.pool.valid)
+    assert not any(state.pool.pins)
+    assert not state.tasks
+    assert not state.parked
+    assert not state.in_flight
+    assert not state.trees
+    assert len(state.scheduler) == 0
+    assert not state.scheduler._nodes
+    assert not state.scheduler._programs
+    assert state.planner.ledger.total == 0
+    assert not state.planner.ledger._held
+
+
+def snapshot(eng: Engine, session: str) -> dict[int, tuple[Any, ...]]:
+    """Everything about the nodes of a session that a failed verb must not change."""
+    tree = eng.tree(session)
+    return {
+        n.id: (tree.tokens(n).tolist(), n.mode, n.line, n.generation, n.known, n.alias_len)
+        for n in tree
+    }
+
+
+def modes(eng: Engine, session: str) -> dict[int, NodeMode]:
+    return {n.id: n.mode for n in eng.tree(session)}

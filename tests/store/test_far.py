@@ -1,0 +1,44 @@
+"""An object store behind the disk: a real S3 server, from publish to restore elsewhere."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forkserve.store import Store
+from forkserve.store.rebuild import rebuild, verify
+
+from .engines import PROMPT, cold, engine
+
+pytestmark = pytest.mark.xdist_group("s3")
+
+
+def test_evicted_chunks_move_to_s3_and_are_restored_from_there(
+    tmp_path: Path, s3_options: dict[str, Any]
+) -> None:
+    from forkserve.store.depots.s3 import S3Depot
+
+    prefix = f"e{time.time_ns()}"
+    far = S3Depot("chunks", prefix, **s3_options)
+    with Store(tmp_path / "one", far=[far], budget_bytes=30_000) as store:
+        eng = engine(store)
+        for n in range(4):
+            h = eng.open([n, *PROMPT], session=f"s{n}")
+            eng.publish(h.id)
+        assert store.catalog.usage()["object"][1] >= 4
+        assert verify(store.vault).clean
+        eng.shutdown()
+    with Store(tmp_path / "one", far=[far]) as store:
+        eng = engine(store)
+        for n in range(4):
+            assert eng.resume(f"s{n}").cached_tokens == 512
+            assert eng.generate(f"s{n}", 2) == cold([n, *PROMPT], 2)
+        eng.shutdown()
+    with Store(tmp_path / "two", far=[S3Depot("chunks", prefix, **s3_options)]) as store:
+        assert rebuild(store.vault).adopted >= 4, "another machine finds them by their headers"
+        eng = engine(store)
+        assert eng.open([0, *PROMPT]).cached_tokens > 0
+        eng.shutdown()

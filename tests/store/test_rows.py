@@ -1,0 +1,86 @@
+"""KV rows as bytes: out of any pages, into any others, the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forkserve import ForkServeConfig
+from forkserve.engine import MockBackend, Portable
+from forkserve.store.identity import fingerprint, weights_id
+from forkserve.types import Batch, SampleSpec, SamplingParams, Span, Work
+
+CONFIG = ForkServeConfig(page_size=4, capacity_pages=64, max_batch_tokens=64)
+
+
+def spread(count: int, seed: int, start: int = 0, offset: int = 0) -> Span:
+    """A span over shuffled pages."""
+    pages = random.Random(seed).sample(range(64), 64)
+    return Span(("s", seed), pages[: (offset + count + 3) // 4], start, count, offset)
+
+
+def work(tokens: Sequence[int], write: Span | None, context: tuple[Span, ...] = ()) -> Work:
+    start = sum(span.length for span in context)
+    return Work("s", 1, list(tokens), start, context, write, logits=True)
+
+
+def check(backend: Any) -> None:
+    assert isinstance(backend, Portable)
+    tokens = [random.Random(1).randrange(200) for _ in range(30)]
+    here = spread(30, seed=1)
+    backend.execute(Batch([work(tokens, here)]))
+    ahead = Span("a", here.pages, 0, 13, 0)
+    rest = Span("b", here.pages[3:], 13, 17, 1)
+    run = backend.read_rows([here])
+    assert len(run) == 30 * backend.info.kv_bytes_per_token
+    assert backend.read_rows([ahead, rest]) == run
+    wanted = backend.execute(Batch([work([7], None, (here,))])).results[0].logits
+    backend.discard(here.pages)
+
+    first, second = spread(11, seed=2, offset=3), spread(19, seed=3, start=11, offset=1)
+    taken = set(first.pages)
+    second = Span("c", [p for p in range(64) if p not in taken][:6], 11, 19, 1)
+    backend.write_rows(first, run, 0)
+    backend.write_rows(second, memoryview(run), 11)
+    assert backend.read_rows([first, second]) == run
+    got = backend.execute(Batch([work([7], None, (first, second))])).results[0].logits
+    assert (got == wanted).all()
+
+
+def test_rows_of_the_mock_travel() -> None:
+    backend = MockBackend(CONFIG)
+    check(backend)
+    assert fingerprint(backend.identity(weights_id)).text
+
+
+def test_missing_rows_change_the_mock() -> None:
+    backend = MockBackend(CONFIG)
+    span = spread(8, seed=1)
+    backend.execute(Batch([work(range(8), span)]))
+    run = backend.read_rows([span])
+    other = spread(8, seed=9)
+    spec = SampleSpec(SamplingParams(), 0, 8, 0, 0)
+    token = []
+    for rows in (run, bytes(len(run))):
+        backend.write_rows(other, rows, 0)
+        item = Work("s", 1, [5], 8, (other,), None, sample=spec)
+        token.append(backend.execute(Batch([item])).results[0].token)
+    assert token[0] != token[1]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_the_bundled_engine_travel(dtype: str, tmp_path: Path) -> None:
+    from forkserve.engine import LocalBackend
+
+    backend = LocalBackend(CONFIG, dtype=dtype)
+    check(backend)
+    made = fingerprint(backend.identity(weights_id))
+    assert made.fields["kv_dtype"] == dtype
+    assert made.fields["weights"].startswith("blake3:")
+    assert made.layout["row_bytes"] == backend.info.kv_bytes_per_token
+    backend.close()
