@@ -1,0 +1,164 @@
+"""Engines that are found empty afterwards, and a loop that knows nothing of ForkServe."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from forkserve import Engine
+from forkserve.control.generation import Generation
+from tests.adapters.templates.chats import FAMILIES, SeamTokenizer, backend
+
+Make = Callable[..., Engine]
+PROMPTS = "prompts"
+
+
+LIVE: list[Engine] = []  # of the present test
+
+
+def rest_until_quiet(at_least_s: float = 0.3) -> None:
+    """What a slow tool does: it outlasts the model's turn and what is speculated after it."""
+    end, quiet = time.monotonic() + 8, 0
+    time.sleep(at_least_s)
+    while quiet < 3 and time.monotonic() < end:
+        quiet = 0 if any(eng.stats().queued for eng in LIVE) else quiet + 1
+        time.sleep(0.03)
+
+
+def spoken(calls: Mapping[str, Any] | list[tuple[str, Mapping[str, Any]]]) -> str:
+    """Calls as Qwen's models write them."""
+    pairs = list(calls.items()) if isinstance(calls, Mapping) else calls
+    return "\n".join(
+        f"<tool_call>\n{json.dumps({'name': n, 'arguments': a}, ensure_ascii=False)}\n</tool_call>"
+        for n, a in pairs
+    )
+
+
+@pytest.fixture(params=[False, True], ids=["stepped", "background"])
+def background(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def make(background: bool) -> Iterator[Make]:
+    """Make an engine: family=, slow_ms= (a pass lasts that long), **config."""
+    made: list[Engine] = []
+    before = set(threading.enumerate())
+
+    def build(*replies: str, family: str = "qwen", slow_ms: float = 0, **config: Any) -> Engine:
+        def wait(_: object) -> None:
+            time.sleep(slow_ms / 1e3)
+
+        model = backend(family, replies=replies, on_batch=wait, background=background, **config)
+        eng = Engine(model)
+        prompts: list[list[int]] = []
+        start = eng.start
+
+        def spy(session: str, *args: Any, **options: Any) -> Generation:
+            prompts.append(eng.tokens(session))
+            return start(session, *args, **options)
+
+        eng.start = spy  # type: ignore[method-assign]
+        setattr(eng, PROMPTS, prompts)
+        made.append(eng)
+        LIVE.append(eng)
+        return eng
+
+    yield build
+    LIVE.clear()
+    for eng in made:
+        eng.check()
+        assert eng.sessions() == []
+        until = time.monotonic() + 5
+        while (stats := eng.stats()).live_pages and time.monotonic() < until:
+            time.sleep(0.01)  # pages of a copy that runs in the background
+        assert (stats.live_pages, stats.queued, stats.nodes) == (0, 0, 0)
+        eng.shutdown()
+    until = time.monotonic() + 5
+    while any(t.name.startswith("tool-") for t in set(threading.enumerate()) - before):
+        assert time.monotonic() < until, "a tool's thread is left"
+        time.sleep(0.01)
+
+
+def prompts(eng: Engine) -> list[list[int]]:
+    found: list[list[int]] = getattr(eng, PROMPTS)
+    return found
+
+
+@pytest.fixture
+def cancels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of generations that were cancelled while they ran, once for each time."""
+    found: list[int] = []
+    end = Generation.end
+
+    def spy(self: Generation, reason: Any, error: BaseException | None = None) -> None:
+        if reason == "cancelled" and not self.done:
+            found.append(self.number)
+        end(self, reason, error)
+
+    monkeypatch.setattr(Generation, "end", spy)
+    return found
+
+
+# --- a loop without forks ------------------------------------------------------------------------
+
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+def plain_loop(
+    family: str,
+    replies: list[str],
+    tools: Mapping[str, Callable[..., str]],
+    schemas: list[dict[str, Any]],
+    messages: list[dict[str, Any]],
+    last: int,
+) -> tuple[list[list[int]], list[int]]:
+    """The prompts of an agent that renders each turn whole for an engine that knows nothing.
+
+    Also the tokens that a cold engine says at the end, for itself.
+    """
+    tokenizer = SeamTokenizer(FAMILIES[family])
+    seen, count = [], 0
+    for reply in [*replies, None]:
+        shown = schemas if family != "plain" else None
+        prompt = tokenizer.encode(tokenizer.render(messages, tools=shown))
+        seen.append(prompt)
+        if reply is None:
+            break
+        calls = [json.loads(text) for text in _CALL.findall(reply)]
+        content = _CALL.sub("", reply).strip() if calls else reply
+        if family == "plain":
+            messages.append({"role": "assistant", "content": reply})
+        else:
+            written = []
+            for call in calls:
+                count += 1
+                written.append({"id": f"call{count:05d}", "type": "function", "function": call})
+            messages.append({"role": "assistant", "content": content, "tool_calls": written})
+        first = count - len(calls) + 1
+        for number, call in enumerate(calls, first if family != "plain" else count + 1):
+            try:
+                text = tools[call["name"]](**call["arguments"])
+            except Exception as error:
+                text = f"Error: {type(error).__name__}: {error}"
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": f"call{number:05d}",
+                    "name": call["name"],
+                    "content": text,
+                }
+            )
+        if family == "plain":
+            count += len(calls)
+    eng = Engine(backend(family))
+    with eng.session(seen[-1]) as session:
+        own = list(session.generate(last).tokens)
+    eng.shutdown()
+    return seen, own
