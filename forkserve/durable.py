@@ -173,15 +173,24 @@ class Durable(Speculating):
                 self._journal.settle(session)
 
     def _named(self, wanted: str | None) -> str | None:
-        """An id for a new session that the store does not hold already."""
+        """An id for a new session that the store does not hold already.
+
+        A catalog that cannot be read holds up nobody: the journal will say that it cannot write.
+        """
         if self._journal is None or self.store is None:
             return wanted
-        known = {row[0] for row in self.store.catalog.read("SELECT id FROM session")}
-        if wanted is None:
-            while (name := f"s{self._opened + 1}") in known or name in self._core.trees:
-                self._opened += 1
-            return name
-        if wanted in known and wanted not in self._core.trees:
+        catalog, open_here = self.store.catalog, self._core.trees
+        sql = "SELECT 1 FROM session WHERE id = ?"
+        try:
+            if wanted is None:
+                while (name := f"s{self._opened + 1}") in open_here or catalog.read(sql, (name,)):
+                    self._opened += 1
+                return name
+            taken = wanted not in open_here and bool(catalog.read(sql, (wanted,)))
+        except StoreError as error:
+            self.store.failed(error)
+            return wanted
+        if taken:
             raise SessionError(
                 f"the store holds a session '{wanted}': resume it, or choose another id"
             )

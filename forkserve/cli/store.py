@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -21,6 +21,7 @@ from forkserve.errors import ForkServeError, StoreError
 __all__ = ["group"]
 
 Progress = Callable[[int, int], None]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Refusal(click.ClickException):
@@ -35,6 +36,18 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except (ForkServeError, OSError) as error:
             raise _Refusal(" ".join(str(error).split())) from error
+
+
+class _Argument(click.Argument):
+    """An argument that says what it is, also where click's own takes no help."""
+
+    def __init__(self, *names: Any, help: str, **options: Any) -> None:
+        super().__init__(*names, **options)
+        self.help = help
+
+
+def _argument(name: str, help: str, **options: Any) -> Callable[[F], F]:
+    return click.argument(name, cls=_Argument, help=help, **options)
 
 
 class _Where:
@@ -126,7 +139,7 @@ def _ls(at: _Where) -> None:
 
 
 @group.command("show")
-@click.argument("what")
+@_argument("what", "A name, a session or a chain id.")
 @_pass
 def _show(at: _Where, what: str) -> None:
     """Show the chunks behind a NAME, a SESSION, a chain id, or of one FILE.kv."""
@@ -143,7 +156,7 @@ def _show(at: _Where, what: str) -> None:
 
 
 @group.command("lookup")
-@click.argument("tokens", metavar="TOKENS|@FILE")
+@_argument("tokens", "Ids with commas, or @FILE with a JSON list.", metavar="TOKENS|@FILE")
 @click.option("--salt", default="default", show_default=True, help="Salt, or the tenant's name.")
 @click.pass_context
 def _lookup(ctx: click.Context, tokens: str, salt: str) -> None:
@@ -169,7 +182,7 @@ def _lookup(ctx: click.Context, tokens: str, salt: str) -> None:
 
 
 @group.command("tree")
-@click.argument("session")
+@_argument("session", "A session's id.")
 @_pass
 def _tree(at: _Where, session: str) -> None:
     """Draw the committed tree of a session."""
@@ -215,7 +228,7 @@ def _du(at: _Where) -> None:
 
 
 @group.command("sql")
-@click.argument("query")
+@_argument("query", "SQL that only reads.")
 @_pass
 def _sql(at: _Where, query: str) -> None:
     """Run a read-only QUERY; --json for JSON, else one line a row."""
@@ -300,7 +313,7 @@ def _gc(at: _Where, grace: float, dry_run: bool) -> None:
 
 
 @group.command("pin")
-@click.argument("what")
+@_argument("what", "A name, a session or a chain id.")
 @click.option("--ttl", type=click.FloatRange(min=0), help="s until it ends.  [default: never]")
 @click.option("--owner", default="cli", show_default=True, help="Who pins.")
 @_pass
@@ -314,7 +327,7 @@ def _pin(at: _Where, what: str, ttl: float | None, owner: str) -> None:
 
 
 @group.command("unpin")
-@click.argument("what")
+@_argument("what", "A name, a session or a chain id.")
 @click.option("--owner", default="cli", show_default=True, help="Whose pin.")
 @_pass
 def _unpin(at: _Where, what: str, owner: str) -> None:
@@ -327,7 +340,7 @@ def _unpin(at: _Where, what: str, owner: str) -> None:
 
 
 @group.command("name")
-@click.argument("name")
+@_argument("name", "Name of a state.")
 @click.option("--to", metavar="NEW", help="Rename it.")
 @click.option("--remove", is_flag=True, help="Forget it; gc may take its chunks then.")
 @_pass
@@ -349,8 +362,8 @@ def _name(at: _Where, name: str, to: str | None, remove: bool) -> None:
 
 
 @group.command("export")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-@click.argument("names", nargs=-1)
+@_argument("file", "File to write.", type=click.Path(path_type=Path, dir_okay=False))
+@_argument("names", "Names of states; none: all of them.", nargs=-1)
 @_pass
 def _export(at: _Where, file: Path, names: tuple[str, ...]) -> None:
     """Write named states (default: all) with their KV to one FILE."""
@@ -362,7 +375,11 @@ def _export(at: _Where, file: Path, names: tuple[str, ...]) -> None:
 
 
 @group.command("import")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@_argument(
+    "file",
+    "A file that `export` wrote.",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+)
 @_pass
 def _import(at: _Where, file: Path) -> None:
     """Take the states of a FILE in; a changed or cut file is refused as a whole."""

@@ -46,6 +46,10 @@ def s3_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
         names = ("-master.port", "-volume.port", "-filer.port", "-s3.port")
         command = [weed, "server", "-ip=127.0.0.1", f"-dir={folder}", "-s3", "-volume.max=20"]
         command += [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
+        command += [
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+        ]  # fixed ones, taken by a second server
         endpoint = f"http://127.0.0.1:{ports[3]}"
         with (folder / "log").open("wb") as log:
             server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)

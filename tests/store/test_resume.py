@@ -314,6 +314,27 @@ def test_a_full_disk_stops_no_token_and_is_made_good(
     eng.shutdown()
 
 
+def test_a_database_that_breaks_while_it_is_used_stops_no_token(tmp_path: Path) -> None:
+    eng = engine(tmp_path)
+    eng.open(PROMPT, session="a")
+    assert eng.store is not None
+    eng.publish("a")
+    for path in tmp_path.glob("catalog.db*"):
+        with path.open("r+b") as file:  # the very file that is open, and its log
+            file.write(os.urandom(path.stat().st_size))
+    assert eng.generate("a", 4) == cold(PROMPT, 4)
+    h = eng.open(PROMPT[:300])
+    assert eng.generate(h.id, 4) == cold(PROMPT[:300], 4)
+    eng.commit("a", eng.tip("a"), [1, 2])
+    eng.generate("a", 2)
+    eng.warm("a")
+    eng.check()
+    assert sum(eng.store.health()["failures"].values()) > 0
+    eng.shutdown()
+    with pytest.raises(StoreError):
+        engine(tmp_path)
+
+
 def test_a_damaged_session_is_a_typed_error(tmp_path: Path) -> None:
     eng = engine(tmp_path)
     eng.open(PROMPT, session="a")
