@@ -1,0 +1,322 @@
+"""The node decorator: what happens when a node is entered and left.
+
+==============================  ========================================================
+the node                        its branch
+==============================  ========================================================
+is entered                      forked; an earlier one of the same task is taken back
+returns, trunk                  committed: the main line goes on with it
+returns, branch                 sealed: a ref is added, somebody else decides
+returns, join                   the decision is carried out; its own branch is aborted
+raises or is cancelled          aborted at once
+is interrupted                  held; on resume the node runs anew and forks anew
+raises ``Command(graph=...)``   as if it had returned
+==============================  ========================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from contextvars import Token
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+from langchain_core.runnables import RunnableConfig
+from langgraph.errors import GraphBubbleUp, ParentCommand
+from langgraph.runtime import Runtime
+
+from forkserve import aio
+from forkserve.adapters.langchain.current import running
+from forkserve.adapters.langgraph import joins
+from forkserve.adapters.langgraph.branch import NodeBranch
+from forkserve.adapters.langgraph.output import merge_output
+from forkserve.adapters.langgraph.registry import Live, Registry, Run
+from forkserve.adapters.langgraph.state import Ref, field
+from forkserve.adapters.langgraph.sweeper import Sweeper
+from forkserve.branch import Branch
+from forkserve.errors import AdapterError, NodeError
+from forkserve.session import Prompt
+
+__all__ = ["Nodes", "Parent", "Role"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+Role = Literal["trunk", "branch", "join"]
+Parent = Callable[[Any], Ref | None]
+_READ_STATE = "__pregel_read_state"  # in the config of a Send's task: reads the graph's own state
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a decorated node."""
+
+    branch: NodeBranch
+    run: Run
+    live: Live
+    runtime: Runtime[Any]
+    token: Token[Branch | None]
+    began: float
+
+
+class Nodes:
+    """Makes decorated nodes of one adapter."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        sweeper: Sweeper,
+        render: Callable[[Any], Prompt],
+        stream_stats: bool,
+    ) -> None:
+        self._registry = registry
+        self._sweeper = sweeper
+        self._render = render
+        self._stream_stats = stream_stats
+
+    def wrap(self, fn: F, role: Role | Literal["auto"], inject: str, parent: Parent | None) -> F:
+        """The node around `fn`, with a signature that LangGraph reads as it would read `fn`'s."""
+        if role not in ("auto", "trunk", "branch", "join"):
+            raise AdapterError(f"unknown role {role!r}; use auto, trunk, branch or join")
+        signature = inspect.signature(fn)
+        wants = {name for name in ("config", "runtime", inject) if name in signature.parameters}
+
+        def given(call: Call, config: RunnableConfig) -> dict[str, Any]:
+            own = {"config": config, "runtime": call.runtime, inject: call.branch}
+            return {name: own[name] for name in wants}
+
+        node: Any
+        if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
+            getattr(fn, "__call__", None)  # noqa: B004 - whether calling it gives a coroutine
+        ):
+
+            async def anode(
+                *args: Any, config: RunnableConfig, runtime: Runtime[Any], **more: Any
+            ) -> Any:
+                call = self._enter(role, parent, args[-1], config, runtime)
+                try:
+                    out = await fn(*args, **more, **given(call, config))
+                    if self._waits(call):
+                        extra = await aio.in_thread(
+                            lambda: self._succeed(call), undo=lambda _: self._undo(call)
+                        )
+                    else:
+                        extra = self._succeed(call)
+                except BaseException as error:
+                    instead = self._failed(call, error)
+                    if instead is not None:
+                        raise instead from error
+                    raise
+                finally:
+                    running.reset(call.token)
+                return self._leave(call, out, extra)
+
+            node = anode
+        else:
+
+            def snode(
+                *args: Any, config: RunnableConfig, runtime: Runtime[Any], **more: Any
+            ) -> Any:
+                call = self._enter(role, parent, args[-1], config, runtime)
+                try:
+                    out = fn(*args, **more, **given(call, config))
+                    extra = self._succeed(call)
+                except BaseException as error:
+                    instead = self._failed(call, error)
+                    if instead is not None:
+                        raise instead from error
+                    raise
+                finally:
+                    running.reset(call.token)
+                return self._leave(call, out, extra)
+
+            node = snode
+        functools.update_wrapper(node, fn)
+        if not hasattr(fn, "__name__"):  # partials and callable objects
+            inner = getattr(fn, "func", fn)
+            node.__name__ = getattr(inner, "__name__", type(inner).__name__)
+            hinted = inner if hasattr(inner, "__name__") else type(inner).__call__
+            node.__annotations__ = dict(getattr(hinted, "__annotations__", {}))
+        node.__signature__ = _signature(signature, inject)
+        return cast(F, node)
+
+    # ---------------------------------------------------------------- entering
+
+    def _enter(
+        self,
+        role: Role | Literal["auto"],
+        parent: Parent | None,
+        state: Any,
+        config: RunnableConfig,
+        runtime: Runtime[Any],
+    ) -> Call:
+        began = time.perf_counter()
+        metadata = config.get("metadata", {})
+        name = str(metadata.get("langgraph_node", "node"))
+        run = self._sweeper.runs.get(getattr(config.get("callbacks"), "parent_run_id", None))  # type: ignore[arg-type]
+        info = runtime.execution_info
+        if run is None or info is None:
+            raise AdapterError(
+                f"node '{name}' runs in a graph that is not bound, so nobody would know when its "
+                "branches are over: wrap the compiled graph with fs.bind(graph)"
+            )
+        path: tuple[Any, ...] = metadata.get("langgraph_path") or ()
+        push = bool(path) and path[0] == "__pregel_push"
+        read = config.get("configurable", {}).get(_READ_STATE) if push else None
+        sent = field(state, "fork_parent")
+        ref = (parent(state) if parent else None) or sent or field(state, "fork_tip") or None
+        if ref is None and read is not None:
+            ref = field(read(), "fork_tip")
+        chosen: Role
+        if role != "auto":
+            chosen = role
+        else:
+            chosen = "branch" if push or sent is not None else "trunk"
+        live, base = self._resolve(run, ref, state, read)
+        continues = 0 if push or ref is None else ref["branch"]
+        first = push or (sent is not None and not sent.get("branch"))
+        text = field(state, "fork_text") if first else None
+        fork = self._registry.fork(run, info.task_id, live, base, name, text or ())
+        fork.branch = continues
+        branch = NodeBranch(
+            self._registry,
+            run,
+            fork,
+            role=chosen,
+            state=state,
+            index=next((part for part in path[1:3] if type(part) is int), None) if push else None,
+            attempt=info.node_attempt,
+            step=int(metadata.get("langgraph_step", 0)),
+        )
+        return Call(branch, run, live, runtime, running.set(branch), began)
+
+    def _resolve(
+        self, run: Run, ref: Ref | None, state: Any, read: Callable[[], Any] | None
+    ) -> tuple[Live, Ref]:
+        """The live node that a ref names, or a new session."""
+        registry = self._registry
+        live = registry.find(ref) if ref is not None else None
+        if live is not None and ref is not None:
+            tree = registry.engine.tree(live.session.id)
+            node = tree.get(ref["node"])
+            if node.length == ref["length"]:
+                return live, ref
+            prompt: Prompt = tree.tokens(node, 0, ref["length"]).tolist()  # it has grown since
+        else:
+            prompt = self._render(_rendered(state, read))
+        why: tuple[object, ...] = ()
+        if ref is not None:
+            why = ref["engine"], ref["session"], ref["node"], ref["length"]
+        before = registry.count["opened"]
+        live = registry.open(run, prompt, why)
+        if ref is not None and registry.count["opened"] > before:
+            registry.count["reopened"] += 1
+        return live, registry.ref(live, live.session.branch(1).id)
+
+    # ---------------------------------------------------------------- leaving
+
+    def _waits(self, call: Call) -> bool:
+        """Whether leaving moves the main line, which waits for the pass in flight."""
+        branch = call.branch
+        return branch._decision is not None or (branch.role == "trunk" and branch.added > 0)
+
+    def _succeed(self, call: Call) -> dict[str, Any]:
+        """Commit, seal or decide; the adapter's part of the update."""
+        branch, registry, fork = call.branch, self._registry, call.branch._fork
+        if call.run.ended:
+            raise NodeError(f"the run of node '{branch.name}' ended before the node did")
+        extra: dict[str, Any] = {}
+        if branch.role == "join":
+            joins.apply(registry, branch)
+            registry.abort(call.live, fork.node)
+        elif branch.role == "branch":
+            branch.attempt()
+            fork.phase = "sealed"
+            registry.count["sealed"] += 1
+            extra = {"fork_refs": [branch.ref]}
+            if field(branch.state, "fork_parent") is not None and branch.index is None:
+                # a step of a subgraph that is a branch
+                extra["fork_parent"] = branch.ref
+        elif branch.added:
+            branch.attempt()
+            extra = {"fork_tip": branch.ref}
+            branch.promote()
+            fork.phase = "done"
+            registry.count["committed"] += 1
+        else:  # it added nothing
+            extra = {"fork_tip": branch.base}
+            registry.abort(call.live, fork.node)
+        return extra
+
+    def _undo(self, call: Call) -> None:
+        """The node was cancelled while it was being committed."""
+        self._registry.retract(call.branch._fork)
+
+    def _failed(self, call: Call, error: BaseException) -> BaseException | None:
+        """The branch goes, or is held; what to raise instead, if anything."""
+        fork = call.branch._fork
+        if isinstance(error, ParentCommand):
+            extra = self._succeed(call)
+            self._report(call)
+            return ParentCommand(merge_output(error.args[0], extra))
+        if isinstance(error, GraphBubbleUp) and call.branch.role != "join":
+            fork.phase = "held"
+            self._registry.count["held"] += 1
+        elif fork.phase == "done":
+            self._undo(call)
+        else:
+            try:
+                self._registry.abort(call.live, fork.node)
+            except NodeError:  # the node itself had it promoted
+                self._registry.decided(fork)
+        return None
+
+    def _leave(self, call: Call, out: Any, extra: Mapping[str, Any]) -> Any:
+        self._report(call, extra)
+        return merge_output(out, extra)
+
+    def _report(self, call: Call, extra: Mapping[str, Any] | None = None) -> None:
+        if not self._stream_stats:
+            return
+        branch = call.branch
+        refs = (extra or {}).get("fork_refs") or ()
+        end = (extra or {}).get("fork_tip") or (
+            refs[0] if isinstance(refs, list) and refs else None
+        )
+        call.runtime.stream_writer(
+            {
+                "forkserve": {
+                    "node": branch.name,
+                    "role": branch.role,
+                    "index": branch.index,
+                    "attempt": branch.attempt_number,
+                    "session": call.live.session.id,
+                    "parent": branch.base["node"],
+                    "shared_tokens": branch.base["length"],
+                    "added_tokens": end["length"] - branch.base["length"] if end else 0,
+                    "ms": round((time.perf_counter() - call.began) * 1e3, 3),
+                }
+            }
+        )
+
+
+def _rendered(state: Any, read: Callable[[], Any] | None) -> Any:
+    """What to render: the node's input, for a Send laid over the graph's state."""
+    if read is None or not isinstance(state, Mapping):
+        return state
+    graph = read()
+    if not isinstance(graph, Mapping):
+        graph = vars(graph)
+    return {**graph, **state}
+
+
+def _signature(signature: inspect.Signature, inject: str) -> inspect.Signature:
+    """The user's, without the branch and with `config` and `runtime`."""
+    kept = [p for p in signature.parameters.values() if p.name not in (inject, "config", "runtime")]
+    last = [p for p in kept if p.kind is inspect.Parameter.VAR_KEYWORD]
+    first = [p for p in kept if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    ours = [
+        inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation=RunnableConfig),
+        inspect.Parameter("runtime", inspect.Parameter.KEYWORD_ONLY, annotation=Runtime),
+    ]
+    return signature.replace(parameters=[*first, *ours, *last])
