@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class Outcome:
     tokens: list[list[int]]
     kv_bytes: int
     step_ms: float = 0.0
+    cpu_s: float = 0.0
 
 
 class Bench:
@@ -128,6 +130,13 @@ class Bench:
         return found
 
 
+def with_cpu(system: Callable[[int], Outcome], k: int) -> Outcome:
+    begin = time.process_time()
+    outcome = system(k)
+    outcome.cpu_s = time.process_time() - begin
+    return outcome
+
+
 def kv_bytes(cache: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
@@ -149,7 +158,8 @@ def measure(report: Report, bench: Bench, size: Size, options: Options) -> None:
     speed = report.table(
         f"{size.trunk}-token trunk, {size.suffix}-token suffix each, {size.new} new, greedy; "
         f"tokens/s in all (fork and suffix prefill counted), medians",
-        *("k", "forkserve", "HF copied cache", "fs/copied", "HF batched", "fs/batched"),
+        *("k", "forkserve", "HF copied cache", "fs/copied", "CPU copied/fs", "HF batched"),
+        *("fs/batched",),
         *("quiet rounds", "others"),
     )
     floor = report.table(
@@ -172,7 +182,7 @@ def measure(report: Report, bench: Bench, size: Size, options: Options) -> None:
 
         def once(number: int, k: int = k) -> tuple[Outcome, Outcome, Outcome]:
             order = [(number + i) % 3 for i in range(3)]
-            done = {i: systems[i](k) for i in order}
+            done = {i: with_cpu(systems[i], k) for i in order}
             return done[0], done[1], done[2]
 
         found = repeat(once, size.rounds, 0 if options.quick else 15 * (1 + k))
@@ -181,7 +191,8 @@ def measure(report: Report, bench: Bench, size: Size, options: Options) -> None:
         a, b, c = (median([total / r[i].seconds for r in rounds]) for i in range(3))
         ratio = median([r[1].seconds / r[0].seconds for r in rounds])
         against_batch = median([r[2].seconds / r[0].seconds for r in rounds])
-        speed.add(k, a, b, ratio, c, against_batch, found.quiet, found.others)
+        cpu = median([r[1].cpu_s / r[0].cpu_s for r in rounds])
+        speed.add(k, a, b, ratio, cpu, c, against_batch, found.quiet, found.others)
         mine, copied, batched = rounds[0]
         step = median([r[0].step_ms for r in rounds])
         rows = size.trunk + k * (size.suffix + size.new // 2)
@@ -209,6 +220,8 @@ def measure(report: Report, bench: Bench, size: Size, options: Options) -> None:
                 known = met if real or not value else None
                 report.targets.append(Target(what, wanted, value, known, why))
     report.notes += [
+        f"{torch.get_num_threads()} threads; CPU copied/fs: CPU seconds of the two, which others "
+        "disturb less (with one thread hardly at all)",
         f"trunk prefill, not counted above: forkserve {ours_s:.2f} s, HF {theirs_s:.2f} s "
         f"({theirs_s / ours_s:.2f}x)",
         "HF copied cache holds the trunk and k copies (all branches live on); dropping each copy "

