@@ -146,7 +146,12 @@ def commands_section() -> Iterator[str]:
     """The help text of each command."""
     yield "\n## Commands"
     for name, command in commands().items():
-        context = click.Context(command, info_name=f"forkserve {name}", max_content_width=96)
+        context = click.Context(
+            command,
+            info_name=f"forkserve {name}",
+            max_content_width=96,
+            help_option_names=["-h", "--help"],  # what commands inherit from the program
+        )
         yield f"\n### forkserve {name}\n\n```text\n{command.get_help(context)}\n```"
 
 

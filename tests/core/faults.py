@@ -13,9 +13,9 @@ from typing import Any
 from unittest.mock import patch
 
 import forkserve.api as api_module
+import forkserve.control.boarding as boarding_module
 import forkserve.control.commit as commit_module
 import forkserve.control.core as core_module
-import forkserve.control.boarding as boarding_module
 import forkserve.tree.index as index_module
 import forkserve.tree.rows as rows_module
 import forkserve.tree.spine as spine_module
