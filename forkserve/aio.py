@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -71,6 +71,8 @@ async def until(engine: Engine, generation: Generation, ready: Callable[[], bool
     with _pumps_lock:
         pump = _pumps.setdefault(engine, _Pump())
     await pump.until(generation.wait, ready)
+    if engine.store is not None:  # what has ended is durable before its waiter goes on
+        await in_thread(partial(generation.wait, lambda: True))
 
 
 class _Wait:

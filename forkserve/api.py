@@ -11,6 +11,7 @@ node while a generation runs on it is a SessionError.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from forkserve.control.experience import Experience
 from forkserve.control.join import JoinResult, plan_join
 from forkserve.control.journal import NullJournal
 from forkserve.control.retention import ttl_s
+from forkserve.control.values import text, whole
 from forkserve.errors import ConfigError, NodeError, SessionError
 from forkserve.handle import SessionHandle
 from forkserve.keeping import Keeping
@@ -36,6 +38,22 @@ if TYPE_CHECKING:
     from forkserve.store import Store
 
 __all__ = ["Engine", "SessionHandle"]
+
+
+_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+
+def _claim(backend: Backend, engine: Engine) -> None:
+    """One engine at a time: two would hand out the same pages twice."""
+    known = _owners.get(backend)
+    other = known() if known is not None else None
+    loop = getattr(other, "_loop", None)
+    if loop is not None and not loop.stopped:
+        raise ConfigError(
+            "this backend already serves an engine; shut that one down first, or make another "
+            "backend"
+        )
+    _owners[backend] = weakref.ref(engine)
 
 
 class Engine(Keeping):
@@ -57,6 +75,7 @@ class Engine(Keeping):
         if config is not None and config != backend.config:
             raise ConfigError("engine and backend have different configs; give both the same one")
         mine = store is not None and isinstance(store, (str, os.PathLike))
+        _claim(backend, self)
         if isinstance(store, (str, os.PathLike)):
             from forkserve.store import Store
 
@@ -68,6 +87,8 @@ class Engine(Keeping):
                 store.close()
             raise
         self._closes_store = mine
+        if self.config.background:  # an engine that is dropped must not leave its thread behind
+            weakref.finalize(self, self._loop.retire)
 
     # ---------------------------------------------------------------- open and close
 
@@ -95,16 +116,19 @@ class Engine(Keeping):
         ids = self._guard.ids(tokens)
         if not ids:
             raise ConfigError("a session needs at least one token")
+        for argument, value in (("session", session), ("tenant", tenant), ("salt", salt)):
+            if value is not None or argument == "tenant":
+                text(argument, value)
+        seed = None if seed is None else whole("seed", seed)
         self._guard.fits(len(ids), "prompt")
         with core.lock:
             self._loop.check()
-            session = self._named(session)
-            self._opened += 1
-            name = session if session is not None else f"s{self._opened}"
+            name = self._named(session) or self._next_name()
             if name in core.trees:
                 raise SessionError(
                     f"session '{name}' is open already; close it or choose another id"
                 )
+            self._opened += 1
             tree = ContextTree(
                 name,
                 core.pool,
@@ -133,6 +157,13 @@ class Engine(Keeping):
             raise
         self._saved(name, now=True)
         return SessionHandle(self, tree, cached)
+
+    def _next_name(self) -> str:
+        """An id for a session that was given none."""
+        number = self._opened + 1
+        while f"s{number}" in self._core.trees:
+            number += 1
+        return f"s{number}"
 
     def session(self, prompt: Prompt, **options: Any) -> Session:
         """Open a session as an object: text in, text out.

@@ -21,14 +21,16 @@ class ForkServeConfig(BaseModel):
 
     Precedence: argument, then environment (``FORKSERVE_PAGE_SIZE=32``), then default.  An unknown
     name is a `ConfigError` that names the nearest known one.  The unit stands in each field's
-    description.  Symbols in brackets are those of docs/architecture.md.
+    description.  In brackets: the symbol of the formulas in `forkserve.control`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     # Pages
     page_size: int = Field(16, ge=1, le=256, description="tokens per KV page [P]")
-    capacity_pages: int = Field(16384, ge=1, description="pages in the pool, fixed for its life")
+    capacity_pages: int = Field(
+        16384, ge=1, le=2**28, description="pages in the pool, fixed for its life"
+    )
     tail: Literal["auto", "pack", "freeze"] = Field(
         "auto",
         description="unaligned tails: copy the rows, share the page, or whichever is smaller",

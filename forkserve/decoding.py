@@ -11,6 +11,7 @@ from forkserve.control.core import Core
 from forkserve.control.generation import Generation
 from forkserve.control.guard import Guard
 from forkserve.control.loop import Loop
+from forkserve.control.values import whole
 from forkserve.errors import ConfigError, NodeError
 from forkserve.inspection import Inspection
 from forkserve.types import GREEDY, NodeMode, SamplingParams, derive_seed
@@ -41,7 +42,11 @@ class Decoding(Inspection):
 
         They become committed text of the session; the end token is included.
         """
-        return self.start(session, max_tokens, node=node, params=params).result()
+        generation = self.start(session, max_tokens, node=node, params=params)
+        try:
+            return generation.result()
+        finally:
+            generation.cancel()  # of no effect unless the wait was interrupted
 
     def generate_many(
         self,
@@ -55,6 +60,8 @@ class Decoding(Inspection):
         With params.seed the i-th target draws from ``derive_seed(seed, i)``.
         """
         running: list[Generation] = []
+        if isinstance(targets, str):
+            raise ConfigError("generate_many takes a sequence of targets; write [session]")
         try:
             for number, target in enumerate(targets):
                 session, node = (target, None) if isinstance(target, str) else target
@@ -79,8 +86,11 @@ class Decoding(Inspection):
 
         Without a background loop it advances while somebody waits on the engine.
         """
+        max_tokens = whole("max_tokens", max_tokens)
         if max_tokens < 0:
             raise ConfigError(f"max_tokens={max_tokens} must be >= 0")
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(f"params must be SamplingParams, not {type(params).__name__}")
         core = self._core
         with core.lock:
             self._loop.check()
@@ -125,13 +135,16 @@ class Decoding(Inspection):
     def _saved(self, session: str, *, now: bool = False) -> None:
         """A hook for engines with a store; see `forkserve.durable`."""
 
-    def _cancel(self, generation: Generation) -> None:
+    def _cancel(self, generation: Generation, wait: bool) -> None:
+        """wait: False leaves it to the next step when the engine is busy (a dropped iterator)."""
         core = self._core
-        if core.owned():  # a dropped iterator, collected in the middle of an engine step
+        if core.owned() or not core.lock.acquire(blocking=wait):
             generation.abandoned = True
             return
-        with core.lock:
+        try:
             generation.end("cancelled")
             task = core.tasks.get((generation.session, generation.node))
             if task is not None and task.generation_handle is generation:
                 core.finish(task)
+        finally:
+            core.lock.release()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forkserve.tree.tree import ContextTree
+from forkserve.tree.tree import ROOT, ContextTree
 
 if TYPE_CHECKING:
     from forkserve.inspection import Inspection
@@ -23,7 +23,7 @@ class SessionHandle:
     def __init__(self, engine: Inspection, tree: ContextTree, cached_tokens: int) -> None:
         self._engine = engine
         self.id = tree.session
-        self.root = tree.root.id
+        self.root = ROOT
         self.tenant = tree.tenant
         self.cached_tokens = cached_tokens
 

@@ -55,6 +55,7 @@ class Inspection:
         Waits for the batch in flight, whose rows are promised and not there yet.
         """
         with self._core.lock:
+            self._core.inside()
             while self._core.in_flight:
                 self._core.changed.wait()
             check_all(self._core.pool, self._core.trees.values(), self._core.index)

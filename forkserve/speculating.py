@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from forkserve.control.candidates import grammar_branches
 from forkserve.control.experience import UNBOUNDED_MS
 from forkserve.control.speculation import Request, Speculation, speculate
+from forkserve.control.values import number, text
 from forkserve.decoding import Decoding
-from forkserve.errors import AdmissionRefused, ConfigError
+from forkserve.errors import AdmissionRefused
 from forkserve.tree.node import Node
 from forkserve.types import JobClass, Tokens
 
@@ -76,7 +77,7 @@ class Speculating(Decoding):
             tree = self._core.tree(session)
             targets = [tree.get(node) for node in nodes]
             if isinstance(nodes, Mapping):
-                weights = [float(p) for p in nodes.values()]
+                weights = [number("priority", p, 0, 1) for p in nodes.values()]
             else:
                 weights = self._experienced(session, targets)
             requests = [Request(n, p) for n, p in zip(targets, weights, strict=True)]
@@ -105,8 +106,9 @@ class Speculating(Decoding):
         tool whose output has a stable shape (JSON, XML, a diff): the model never drafts it.
         """
         ids = self._guard.ids(output) if output is not None else None
-        if ms is not None and not 0 <= ms < UNBOUNDED_MS:
-            raise ConfigError(f"ms={ms} of tool '{tool}' is no time")
+        text("tool", tool)
+        if ms is not None:
+            ms = number("ms", ms, 0, UNBOUNDED_MS)
         with self._core.lock:
             self._core.tree(session)
             self._core.experience[session].tool_ran(tool, ms, ids, schema_stable)
@@ -129,6 +131,7 @@ class Speculating(Decoding):
         config.grammar_top_m get a branch each, the rest share "other" with the generic wrapper.
         """
         core = self._core
+        number("t_idle_ms", t_idle_ms)
         branches = grammar_branches(masses, wrappers, generic, self.config.grammar_top_m)
         texts = [self._guard.ids(branch.tokens) for branch in branches]
         with core.lock:

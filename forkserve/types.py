@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -121,8 +122,20 @@ class SamplingParams:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            raise ConfigError("stop must be a tuple of strings; write stop=('...',)")
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) for s in self.stop):
+            raise ConfigError(f"stop={self.stop!r} must be a tuple of strings: stop=('...',)")
+        ids = self.stop_ids if isinstance(self.stop_ids, tuple) else (None,)
+        reals = (self.temperature, self.top_p, self.min_p)
+        for name, ok in (
+            ("stop_ids", all(isinstance(i, Integral) for i in ids)),
+            ("top_k", isinstance(self.top_k, Integral)),
+            ("seed", self.seed is None or isinstance(self.seed, Integral)),
+            ("temperature, top_p, min_p", all(isinstance(v, Real) for v in reals)),
+            ("constraint", self.constraint is None or hasattr(self.constraint, "allowed")),
+        ):
+            if not ok:
+                value = getattr(self, name, reals)
+                raise ConfigError(f"SamplingParams.{name}={value!r} is of the wrong type")
         for name, ok in (
             ("temperature", 0.0 <= self.temperature < float("inf")),
             ("top_k", self.top_k >= 0),

@@ -6,18 +6,27 @@ oldest goes on, the others wait without rows, and only work that would not fit a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from forkserve.control.core import Core
 from forkserve.control.flight import Entry, Flight
 from forkserve.control.pressure import make_room
 from forkserve.control.spine_care import care
 from forkserve.control.task import Task
-from forkserve.errors import OutOfPages
+from forkserve.errors import BackendError, OutOfPages
 from forkserve.tree.node import Node
-from forkserve.tree.rows import Reservation, fence, missing, reserve, spans
+from forkserve.tree.rows import Reservation, fence, missing, reserve, rollback, spans
 from forkserve.tree.spine import take_prefix
-from forkserve.types import JobClass, SampleSpec, Work
+from forkserve.types import JobClass, SampleSpec, Span, Work
 
 __all__ = ["Boarding"]
+
+_TOO_LONG = "this sequence alone is longer than the pool; raise capacity_pages"
+
+
+def _pages(span: Span, size: int) -> Sequence[int]:
+    """Pages that the rows of a span lie in."""
+    return span.pages[span.offset // size : -(-(span.offset + span.length) // size)]
 
 
 class Boarding:
@@ -26,7 +35,7 @@ class Boarding:
     def __init__(self, core: Core) -> None:
         self.core = core
 
-    def depart(self, wake: bool) -> Flight:
+    def depart(self, flight: Flight, wake: bool) -> None:
         """Put a batch together.  wake: also run tasks that wait for a companion."""
         core, now = self.core, self.core.clock.now_ms()
         core.expire(now)
@@ -34,7 +43,6 @@ class Boarding:
         for task in core.tasks.values():
             if task.held and task.wake_ms and (wake or task.wake_ms <= now):
                 task.held, task.wake_ms = task.parked, 0.0
-        flight = Flight()
         self._force_preempt()
         plan = core.scheduler.plan(now, core.backend.predict_ms)
         for job, reason in plan.dropped:
@@ -44,13 +52,26 @@ class Boarding:
         for job, tokens in plan.items:
             assert isinstance(job, Task)
             if not job.done:
-                self._board(flight, job, tokens)
+                self._board_or_end(flight, job, tokens)
         if not flight.entries:
             self._rescue(flight)
         if not flight.entries:
             care(core)
         flight.batch.copies[:0] = [copy for copies, _ in core.pending for copy in copies]
-        return flight
+        flight.copies = len(core.pending)
+        for entry in flight.entries:
+            if entry.held is not None:
+                flight.pinned += _pages(entry.held.write, core.pool.page_size)
+        core.pool.pin(flight.pinned)
+
+    def _board_or_end(self, flight: Flight, task: Task, tokens: int) -> None:
+        """`_board`; what goes wrong with one task ends that task alone."""
+        try:
+            self._board(flight, task, tokens)
+        except Exception as error:
+            failure = BackendError(f"node {task.node} of session '{task.session}': {error!r}")
+            failure.__cause__ = error
+            self.core.finish(task, failure)
 
     def _board(self, flight: Flight, task: Task, tokens: int) -> None:
         """Add one task's next rows to the batch, or finish, park or drop the task."""
@@ -77,16 +98,21 @@ class Boarding:
             if held is None:
                 return
         last = handle is not None and owner is target and begin + count == target.length
-        work = Work(
-            session=task.session,
-            node=owner.id,
-            tokens=tree.tokens(owner, begin, begin + count),
-            start=begin,
-            context=spans(tree, owner, begin),
-            write=held.write if held is not None else None,
-            sample=self._sample_spec(task) if last else None,
-            speculative=task.kind is JobClass.SPEC,
-        )
+        try:
+            work = Work(
+                session=task.session,
+                node=owner.id,
+                tokens=tree.tokens(owner, begin, begin + count),
+                start=begin,
+                context=spans(tree, owner, begin),
+                write=held.write if held is not None else None,
+                sample=self._sample_spec(task) if last else None,
+                speculative=task.kind is JobClass.SPEC,
+            )
+        except BaseException:
+            if held is not None:
+                rollback(tree, held)
+            raise
         if held is not None:
             flight.batch.copies.extend(held.copies)
             core.count.copied_rows += sum(copy.rows for copy in held.copies)
@@ -117,6 +143,10 @@ class Boarding:
             return reserve(task.tree, owner, begin, count)
         except OutOfPages as error:
             shortage = error
+        least, capacity = core.pool.pages_for(task.end()), core.pool.capacity
+        if least > capacity:  # it can never fit: nobody is to lose rows for it
+            core.finish(task, OutOfPages(least, capacity, capacity, _TOO_LONG))
+            return None
         if task.kind is JobClass.SPEC:
             core.index.reclaim(shortage.needed - core.pool.free_pages)
             if core.pool.free_pages >= shortage.needed:
@@ -143,8 +173,7 @@ class Boarding:
         elif not task.privileged and len(self._committed()) > 1:
             self._park(task)  # others hold the pages: they will end
         else:
-            free, capacity = core.pool.free_pages, core.pool.capacity
-            core.finish(task, OutOfPages(shortage.needed, free, capacity))
+            core.finish(task, OutOfPages(shortage.needed, core.pool.free_pages, capacity))
         return None
 
     def _committed(self) -> list[Task]:

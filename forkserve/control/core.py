@@ -60,6 +60,7 @@ class Core:
         self.parked: list[Task] = []  # committed tasks that wait for pages of older ones
         self.waiting = 0  # verbs that wait for the batch in flight: they go before the next one
         self.flying = False  # a batch runs
+        self.driver: int | None = None  # thread that runs a tick
         self.in_flight: set[str] = set()  # sessions with a work in the running batch
         self.pending: list[tuple[list[RowCopy], list[int]]] = []  # copies to run, pages pinned
         self._serial = 0
@@ -68,6 +69,14 @@ class Core:
         self.due_ms = inf  # no armed time to live ends before this
 
     # ---------------------------------------------------------------- look-up
+
+    def inside(self) -> None:
+        """Raise SessionError in a callback of the engine itself: waiting there would never end."""
+        if self.driver == threading.get_ident():
+            raise SessionError(
+                "called from inside an engine step (a constraint, a callback): it cannot wait for "
+                "the engine; call it from outside"
+            )
 
     def owned(self) -> bool:
         """True if this very thread holds the lock already."""

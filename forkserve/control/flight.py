@@ -25,11 +25,18 @@ class Entry:
 
 @dataclass(slots=True)
 class Flight:
-    """A batch, its entries in the order of its works, and the nodes whose rows it writes."""
+    """A batch, its entries in the order of its works, and the nodes whose rows it writes.
+
+    pinned: pages that the batch writes.  They stay out of the free list until it has landed, also
+    when their node dies meanwhile: nobody may put rows there that the batch would overwrite.
+    copies: how many entries of `Core.pending` it runs.
+    """
 
     batch: Batch = field(default_factory=Batch)
     entries: list[Entry] = field(default_factory=list)
     owners: set[Node] = field(default_factory=set)
+    pinned: list[int] = field(default_factory=list)
+    copies: int = 0
 
 
 @dataclass(slots=True)

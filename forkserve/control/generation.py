@@ -38,7 +38,7 @@ class Generation:
         vocab_size: int,
         decode_bytes: Callable[[Sequence[int]], bytes],
         run_until: Callable[[Callable[[], bool]], None],
-        cancel: Callable[[Generation], None],
+        cancel: Callable[[Generation, bool], None],
     ) -> None:
         self.number = number
         self.session = session
@@ -94,9 +94,14 @@ class Generation:
                 if self.done:
                     break
         finally:
-            self.cancel()
+            self.abandon()
         if self.error is not None:
             raise self.error
+
+    def abandon(self) -> None:
+        """Cancel without waiting for anybody: what a dropped iterator may do wherever it is."""
+        if not self.done:
+            self._cancel(self, False)
 
     def _has(self, growing: list[T], seen: int) -> bool:
         return self.done or len(growing) > seen
@@ -104,7 +109,7 @@ class Generation:
     def cancel(self) -> None:
         """End it now; the tokens so far stay.  A no-op once it is done."""
         if not self.done:
-            self._cancel(self)
+            self._cancel(self, True)
 
     # ---------------------------------------------------------------- for the engine loop
 
@@ -132,9 +137,13 @@ class Generation:
         if self.params.constraint is None:
             return
         allowed = self.params.constraint.allowed(self.tokens)
-        self.allowed = None if allowed is None else np.asarray(allowed, dtype=np.int64)
-        if self.allowed is None:
+        if allowed is None:
+            self.allowed = None
             return
+        ids = np.asarray(allowed)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise ConfigError(f"the constraint allows {ids.dtype} values; ids are integers")
+        self.allowed = ids.astype(np.int64, copy=False)
         if self.allowed.size == 0:
             self.end("constraint")
         elif self.allowed.min() < 0 or self.allowed.max() >= self._vocab_size:
@@ -147,7 +156,10 @@ class Generation:
         """Close the generation; later calls change nothing."""
         if self.done:
             return
-        self._say(self._stream.finish())
+        try:
+            self._say(self._stream.finish())
+        except Exception as failure:  # of a tokenizer: the generation ends all the same
+            reason, error = "error", error or failure
         self.error = error
         self.finish_reason = reason
 

@@ -10,6 +10,7 @@ from operator import index
 from forkserve.control.core import Core
 from forkserve.control.lines import require_quiet
 from forkserve.control.loop import Loop
+from forkserve.control.values import whole
 from forkserve.errors import ConfigError, ContextOverflow, SessionError
 from forkserve.tree.node import Node
 from forkserve.tree.tree import ContextTree
@@ -30,7 +31,10 @@ class Guard:
         """Token ids, checked against the vocabulary; text is encoded."""
         backend = self._core.backend
         if isinstance(tokens, str):
-            return backend.tokenizer.encode(tokens)
+            try:
+                return backend.tokenizer.encode(tokens)
+            except UnicodeError as error:
+                raise ConfigError(f"the text is not valid Unicode: {error}") from None
         size = backend.info.vocab_size
         try:
             ids = [index(token) for token in tokens]
@@ -51,6 +55,7 @@ class Guard:
         """`at` as a position on the path of the node; None is its end."""
         if at is None:
             return node.length
+        at = whole("at", at)
         if not 1 <= at <= node.length:
             raise ConfigError(f"at={at} is no place in the {node.length} tokens of node {node.id}")
         return at

@@ -7,7 +7,7 @@ from forkserve.control.flight import Entry, Flight, Ran
 from forkserve.control.task import Task
 from forkserve.errors import BackendError, ForkServeError
 from forkserve.tree.rows import missing, rollback, settle
-from forkserve.types import BatchResult, JobClass, NodeMode
+from forkserve.types import BatchResult, JobClass, NodeMode, WorkResult
 
 __all__ = ["Landing"]
 
@@ -24,25 +24,36 @@ class Landing:
         core.count.forward_passes += bool(flight.entries)
         ran = Ran()
         core.in_flight = set()
+        self._unpin(flight)
         for entry, out in zip(flight.entries, result.results, strict=True):
-            task, owner = entry.task, entry.owner
-            if entry.held is not None:
-                if entry.held.segment in owner.segments and owner.live:
-                    settle(task.tree, entry.held)
-                    core.publish(task.tree, owner)
-                else:
-                    rollback(task.tree, entry.held)
-            self._account(entry, ran)
-            owner.used_ms = now
-            core.scheduler.ran(task, min(entry.count, task.remaining), now)
-            if out.token is not None:
-                self._take_token(task, out.token, out.logprob, now)
-            if not task.done:
-                self._move_on(task)
+            try:
+                self._land_one(entry, out, ran, now)
+            except Exception as error:
+                core.finish(entry.task, _wrapped(error))
         self._note_miss(flight, result.elapsed_ms, now)
         core.speculated += ran.speculative
         core.changed.notify_all()
         return ran
+
+    def _land_one(self, entry: Entry, out: WorkResult, ran: Ran, now: float) -> None:
+        core, task, owner = self.core, entry.task, entry.owner
+        if entry.held is not None:
+            if entry.held.segment in owner.segments and owner.live:
+                settle(task.tree, entry.held)
+                core.publish(task.tree, owner)
+            else:
+                rollback(task.tree, entry.held)
+        self._account(entry, ran)
+        owner.used_ms = now
+        core.scheduler.ran(task, min(entry.count, task.remaining), now)
+        if out.token is not None:
+            self._take_token(task, out.token, out.logprob, now)
+        if not task.done:
+            self._move_on(task)
+
+    def _unpin(self, flight: Flight) -> None:
+        pinned, flight.pinned = flight.pinned, []
+        self.core.pool.unpin(pinned)
 
     def _account(self, entry: Entry, ran: Ran) -> None:
         core = self.core
@@ -72,7 +83,7 @@ class Landing:
             handle.push(
                 token, logprob if handle.params.logprobs else None, core.backend.info.eos_ids
             )
-        except Exception as error:  # of the user's constraint or the tokenizer: theirs alone
+        except BaseException as error:  # of the user's constraint or the tokenizer: theirs alone
             handle.end("error", error)
         if not handle.done and task.target.length >= core.backend.info.max_context:
             handle.end("context")
@@ -106,14 +117,19 @@ class Landing:
         """The pass failed: nothing of it counts, its tasks end with the error."""
         core = self.core
         core.in_flight = set()
+        self._unpin(flight)
         for entry in reversed(flight.entries):
             if entry.held is not None:
                 rollback(entry.task.tree, entry.held)
         for entry in flight.entries:
-            if isinstance(error, ForkServeError):
-                core.finish(entry.task, error)
-            else:
-                failure = BackendError(f"the backend failed: {error}")
-                failure.__cause__ = error
-                core.finish(entry.task, failure)
+            core.finish(entry.task, _wrapped(error))
         core.changed.notify_all()
+
+
+def _wrapped(error: BaseException) -> ForkServeError:
+    """The error as one of ours, with its cause."""
+    if isinstance(error, ForkServeError):
+        return error
+    failure = BackendError(f"the backend failed: {error!r}")
+    failure.__cause__ = error
+    return failure

@@ -8,6 +8,7 @@ that a fork or an abort never waits for a forward pass.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from math import inf
 
 from forkserve.control.boarding import Boarding
 from forkserve.control.core import Core
-from forkserve.control.flight import Ran
+from forkserve.control.flight import Flight, Ran
 from forkserve.control.landing import Landing
 from forkserve.control.spine_care import care
 from forkserve.errors import BackendError
@@ -43,6 +44,7 @@ class Loop:
         self._boarding = Boarding(core)
         self._landing = Landing(core)
         self._driving = False
+        self._pid = os.getpid()
         self._stop = False
         self._broken: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -56,6 +58,7 @@ class Loop:
     def run_until(self, done: Callable[[], bool]) -> None:
         """Drive, or wait for the driver, until `done()` holds (asked under the lock)."""
         core, stuck = self.core, 0
+        core.inside()
         while True:
             with core.lock:
                 self.check()
@@ -88,6 +91,7 @@ class Loop:
     def quiesce(self, session: str) -> None:
         """Wait until no batch in flight belongs to the session."""
         core = self.core
+        core.inside()
         core.waiting += 1  # no batch departs before the verb had its turn
         try:
             while session in core.in_flight:
@@ -103,6 +107,15 @@ class Loop:
             raise BackendError("the engine loop has failed; open a new engine") from self._broken
         if self._stop:
             raise BackendError("the engine is shut down")
+        if self._pid != os.getpid():
+            raise BackendError(
+                f"this engine belongs to process {self._pid}; open one of your own after a fork"
+            )
+
+    @property
+    def stopped(self) -> bool:
+        """True once it was shut down."""
+        return self._stop
 
     def shutdown(self) -> None:
         """End the thread after the batch in flight.  Idempotent."""
@@ -111,6 +124,12 @@ class Loop:
             self.core.changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def retire(self) -> None:
+        """Let the thread end by itself: its engine was dropped without a shutdown."""
+        with self.core.lock:
+            self._stop = True
+            self.core.changed.notify_all()
 
     def _serve(self) -> None:
         core, wake = self.core, False
@@ -132,9 +151,11 @@ class Loop:
         except BaseException as error:
             with core.lock:
                 self._broken = error
-                for task in list(core.tasks.values()):
-                    core.finish(task, BackendError("the engine loop has failed"))
-                core.changed.notify_all()
+                try:
+                    for task in list(core.tasks.values()):
+                        core.finish(task, BackendError("the engine loop has failed"))
+                finally:
+                    core.changed.notify_all()
 
     def _runnable(self) -> bool:
         return bool(self.core.pending) or len(self.core.scheduler) > 0
@@ -151,32 +172,37 @@ class Loop:
 
     def tick(self, *, wake: bool) -> Ran:
         """Run one batch.  wake: also run tasks that wait for a companion."""
-        core = self.core
-        with core.lock:
-            finished = core.finished
-            flight = self._boarding.depart(wake)
-            if core.short:  # a store is about to give pages back
-                core.short = False
-                if not flight.entries and not flight.batch.copies:
-                    core.changed.wait(0.005)
-                    return Ran()
-            if not flight.entries and not flight.batch.copies:
-                return Ran(idle=core.finished == finished)
-            core.flying = True
-            core.in_flight = {entry.task.session for entry in flight.entries}
-            pending = len(core.pending)
+        core, flight, running = self.core, Flight(), False
+        before, core.driver = core.driver, threading.get_ident()
         try:
+            with core.lock:
+                finished = core.finished
+                self._boarding.depart(flight, wake)
+                empty = not flight.entries and not flight.batch.copies
+                if core.short:  # a store is about to give pages back
+                    core.short = False
+                    if empty:
+                        core.changed.wait(0.005)
+                        return Ran()
+                if empty:
+                    return Ran(idle=core.finished == finished)
+                core.flying = True
+                core.in_flight = {entry.task.session for entry in flight.entries}
+            running = True
             result = core.backend.execute(flight.batch)
-        except BaseException as error:
+            running = False
+            with core.lock:
+                core.flying = False
+                for _, pages in core.pending[: flight.copies]:
+                    core.pool.unpin(pages)
+                del core.pending[: flight.copies]
+                return self._landing.land(flight, result)
+        except BaseException as error:  # Ctrl-C may come at any of these lines
             with core.lock:
                 core.flying = False
                 self._landing.crash(flight, error)
-            if not isinstance(error, Exception):
-                raise
-            return Ran()
-        with core.lock:
-            core.flying = False
-            for _, pages in core.pending[:pending]:
-                core.pool.unpin(pages)
-            del core.pending[:pending]
-            return self._landing.land(flight, result)
+            if running and isinstance(error, Exception):
+                return Ran()  # the backend's fault: its works have ended with it
+            raise
+        finally:
+            core.driver = before

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from forkserve.control.candidates import Candidate
 from forkserve.control.core import Core
 from forkserve.control.planner import Admission, Load, Plan, Refusal
-from forkserve.errors import AdmissionRefused, ConfigError, ForkServeError, NodeError
+from forkserve.control.values import number
+from forkserve.errors import AdmissionRefused, ForkServeError, NodeError
 from forkserve.tree.node import Node
 from forkserve.tree.rows import missing
 from forkserve.tree.tree import ContextTree
@@ -98,10 +99,9 @@ def _candidate(core: Core, tree: ContextTree, request: Request, t_idle_ms: float
         raise NodeError(
             f"node {node.id} is {node.mode.value}: only a speculative fork is speculated"
         )
-    if not 0 <= request.priority <= 1 or not 0 <= request.q <= 1:
-        raise ConfigError(f"priority={request.priority} and q={request.q} must lie in [0, 1]")
-    if not t_idle_ms >= 0:
-        raise ConfigError(f"t_idle_ms={t_idle_ms} must be >= 0")
+    number("priority", request.priority, 0, 1)
+    number("q", request.q, 0, 1)
+    number("t_idle_ms", t_idle_ms)
     if request.guess and node.known != node.length:
         raise NodeError(f"node {node.id} ends in a guess already")
     parts = missing(node, node.length)

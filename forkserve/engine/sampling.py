@@ -62,8 +62,9 @@ def _allowed(spec: SampleSpec, vocab: int) -> _Ids | None:
 def _draw(values: FloatArray, spec: SampleSpec) -> int:
     """Index of a draw from softmax(values / temperature), filtered."""
     params = spec.params
-    scaled = values.astype(np.float64) / params.temperature
-    weights = np.exp(scaled - scaled.max())
+    above = values.astype(np.float64) - values.max()  # first: a tiny temperature must not overflow
+    with np.errstate(over="ignore"):
+        weights = np.exp(above / params.temperature)
     kept = _filter(weights, params)
     if kept is not None:
         weights = weights[kept]

@@ -176,8 +176,9 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
 def settle(tree: ContextTree, held: Reservation) -> None:
     """The batch ran: the rows are valid."""
     pool, segment, size = tree.pool, held.segment, tree.pool.page_size
-    pool.decref(held.dropped)
+    dropped, held.dropped = held.dropped, []
     segment.end = held.begin + held.count
+    pool.decref(dropped)
     first = segment.start if held.copies else held.begin
     for index in range((first - segment.start) // size, -(-(segment.end - segment.start) // size)):
         rows = min(size, segment.end - segment.start - index * size)
@@ -190,16 +191,17 @@ def settle(tree: ContextTree, held: Reservation) -> None:
 
 
 def rollback(tree: ContextTree, held: Reservation) -> None:
-    """The batch failed or its node is gone: give back what was taken for it."""
+    """The batch failed or its node is gone: give back what was taken for it.  Idempotent."""
     node, segment = held.node, held.segment
+    fresh, dropped, held.fresh, held.dropped = held.fresh, held.dropped, [], []
     if segment not in node.segments:  # released with the node, fresh pages and all
-        tree.pool.decref(held.dropped)
-        return
-    if held.created:
-        node.segments.remove(segment)
-    else:
-        segment.pages = held.before
-    tree.pool.decref(held.fresh)
+        tree.pool.decref(dropped)
+    elif segment.end == held.begin and fresh:  # else it was settled, or took no page
+        if held.created:
+            node.segments.remove(segment)
+        else:
+            segment.pages = held.before
+        tree.pool.decref(fresh)
 
 
 def release(tree: ContextTree, node: Node) -> int:

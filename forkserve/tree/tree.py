@@ -13,7 +13,9 @@ from forkserve.tree.node import MAIN_LINE, Node
 from forkserve.tree.pool import PagePool
 from forkserve.types import NodeMode, Tokens
 
-__all__ = ["ContextTree", "committed", "lcp"]
+__all__ = ["ROOT", "ContextTree", "committed", "lcp"]
+
+ROOT = 1  # id of the root: ids count from here in every tree
 
 _EDGES = {
     (NodeMode.SPEC, NodeMode.COMMIT),
@@ -51,14 +53,14 @@ class ContextTree:
         self.tips: dict[int, Node] = {}  # line -> its last committed node
         self.epoch = 0  # bumped whenever rows of a committed node move or go away
         self.dead: list[Node] = []  # aborted lazily: pages still held
-        self.next_id = 1
+        self.next_id = ROOT
         self.next_line = MAIN_LINE + 1
 
     # ---------------------------------------------------------------- look-up
 
     @property
     def root(self) -> Node:
-        return self.nodes[1]
+        return self.nodes[ROOT]
 
     @property
     def tip(self) -> Node:

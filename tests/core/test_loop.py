@@ -183,7 +183,7 @@ def test_leaving_a_stream_cancels_the_rest(background: bool) -> None:
         if len(seen) == 3:
             break
     del token
-    generation._cancel(generation)
+    generation._cancel(generation, True)
     assert generation.finish_reason == "cancelled"
     assert seen == cold(PROMPT, 3)
     history = eng.tokens(s)

@@ -1,0 +1,38 @@
+"""Checks of single values: what is wrong is said with the name of the argument."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+from forkserve.errors import ConfigError
+
+__all__ = ["number", "text", "whole"]
+
+
+def whole(name: str, value: Any) -> int:
+    """An integer (numpy's too); a bool or a float is none.  Raises ConfigError."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return index(value)
+    except TypeError:
+        raise ConfigError(f"{name}={value!r} must be an integer") from None
+
+
+def number(name: str, value: Any, low: float = 0.0, high: float = float("inf")) -> float:
+    """A float in [low, high], never NaN.  Raises ConfigError."""
+    try:
+        found = float(value) if not isinstance(value, str | bytes) else float("nan")
+    except (TypeError, ValueError, OverflowError):
+        found = float("nan")
+    if not low <= found <= high:
+        raise ConfigError(f"{name}={value!r} must lie in [{low:g}, {high:g}]")
+    return found
+
+
+def text(name: str, value: Any) -> str:
+    """A string.  Raises ConfigError."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}={value!r} must be a string, not {type(value).__name__}")
+    return value
