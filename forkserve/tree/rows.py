@@ -88,6 +88,8 @@ def fence(node: Node, begin: int) -> int | None:
 
     Rows up to there are sealed when they are written, rows after it start a new segment.
     """
+    if not node.children:
+        return None
     return min((c.alias_len for c in node.children.values() if c.alias_len > begin), default=None)
 
 
@@ -184,7 +186,8 @@ def settle(tree: ContextTree, held: Reservation) -> None:
         rows = min(size, segment.end - segment.start - index * size)
         page = segment.pages[index]
         pool.valid[page] = max(pool.valid[page], rows)
-    if any(held.begin < c.alias_len <= segment.end for c in held.node.children.values()):
+    children = held.node.children
+    if children and any(held.begin < c.alias_len <= segment.end for c in children.values()):
         segment.sealed = True  # forked here before the rows were written, or while they were
     if held.node.mode is NodeMode.SPEC:
         held.node.speculated += held.count
@@ -249,13 +252,14 @@ def _grow(tree: ContextTree, node: Node, segment: Segment, begin: int, count: in
     extra = pool.pages_for(begin + count - segment.start) - used
     fresh = pool.alloc(extra + borrowed)
     before, copies, dropped = segment.pages, [], []
-    kept = before[:used]
-    if borrowed:
-        dropped = [kept[-1]]
-        copies.append(RowCopy(kept[-1], 0, fresh[0], 0, rest))
-        kept[-1] = fresh[0]
-        tree.epoch += 1
-    segment.pages = kept + fresh[borrowed:]
+    if fresh:  # most steps of a generation take none
+        kept = before[:used]
+        if borrowed:
+            dropped = [kept[-1]]
+            copies.append(RowCopy(kept[-1], 0, fresh[0], 0, rest))
+            kept[-1] = fresh[0]
+            tree.epoch += 1
+        segment.pages = kept + fresh[borrowed:]
     _resident(node)
     write = Span(segment.key, segment.pages, begin, count, begin - segment.start)
     return Reservation(node, segment, begin, count, write, copies, fresh, dropped, before)
