@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from benchmarks import models
 from benchmarks.measure import Options, Report, Target, median, repeat, share
@@ -22,6 +23,18 @@ class Size:
     observation: int = 32
     known: tuple[int, ...] = (0, 16, 64, 300)
     rounds: int = 5
+
+
+class Turn(NamedTuple):
+    """ms: from the call of commit to the first token; commit_ms: until that call returned.
+
+    chunks: speculative passes of the turn; chunk_ms: the last of them.
+    """
+
+    ms: float
+    commit_ms: float
+    chunks: int
+    chunk_ms: float
 
 
 class Bench:
@@ -50,8 +63,8 @@ class Bench:
         guess: list[int] | None = None,
         idle_s: float = 0.0,
         at_once: bool = False,
-    ) -> tuple[float, float]:
-        """(ms from the call of commit to the first token, ms of the chunk that it ran into).
+    ) -> Turn:
+        """One turn in a session of its own.
 
         guess: what is speculated on while the tool runs, if anything.  at_once: the tool returns
         in the moment in which the first speculative chunk starts.
@@ -73,13 +86,14 @@ class Bench:
                 time.sleep(0.05)
         begin = time.perf_counter()
         eng.commit(handle.id, handle.tip, [*known, *observed])
+        bound = time.perf_counter()
         generation = eng.start(handle.id, 1, params=FREE)
         generation.result()
         ms = (time.perf_counter() - begin) * 1e3
         self.backend.on_start = lambda speculative: None
         chunks = [run.ms for run in self.backend.passes if run.speculative]
         eng.close(handle.id)
-        return ms, chunks[0] if chunks else 0.0
+        return Turn(ms, (bound - begin) * 1e3, len(chunks), chunks[-1] if chunks else 0.0)
 
 
 def run(options: Options) -> Report:
@@ -100,50 +114,55 @@ def pauses(report: Report, bench: Bench, options: Options) -> None:
     table = report.table(
         f"{size.trunk}-token trunk, {size.observation} observed tokens; medians, "
         "both ways on the same tokens in turn",
-        *("known tokens", "without ms", "with ms", "with/without", "known alone ms", "saved ms"),
-        *("saved/alone", "saved/possible", "quiet rounds", "others"),
+        *("known tokens", "without ms", "with ms", "with/without", "bare ms", "saved ms"),
+        *("known alone ms", "saved/alone", "saved/possible", "quiet rounds", "others"),
     )
-    bare: list[float] = []
     for known in size.known:
-        alone = median(bench.turn([], bench.text(max(known, 1)))[0] for _ in range(3))
 
-        def once(number: int, known: int = known) -> tuple[float, float]:
+        def once(number: int, known: int = known) -> dict[str, float]:
+            """The four turns of a round, each round in another order."""
             text, observed = bench.text(known), bench.text(size.observation)
-            ms = {}
-            for speculates in (False, True) if number % 2 else (True, False):
-                guess = text if speculates and known else None
-                ms[speculates], _ = bench.turn(text, observed, guess=guess, idle_s=PAUSE_S)
-            return ms[False], ms[True]
+            turns = {
+                "without": partial(bench.turn, text, observed),
+                "with": partial(bench.turn, text, observed, guess=text if known else None),
+                "bare": partial(bench.turn, [], observed),
+                "alone": partial(bench.turn, [], text if known else observed),
+            }
+            names = [*turns, *turns][number % 4 : number % 4 + 4]
+            return {name: turns[name](idle_s=PAUSE_S).ms for name in names}
 
         found = repeat(once, size.rounds, 0 if options.quick else 40)
-        pairs = found.values
-        without, with_ = median(a for a, _ in pairs), median(b for _, b in pairs)
-        ratio = median(b / a for a, b in pairs)
-        saved = median(a - b for a, b in pairs)
-        if not known:
-            bare = [x for pair in pairs for x in pair]
-            table.add(
-                known, without, with_, ratio, None, saved, None, None, found.quiet, found.others
+        without, with_, bare, alone = (
+            [ms[name] for ms in found.values] for name in ("without", "with", "bare", "alone")
+        )
+        saved = [a - b for a, b in zip(without, with_, strict=True)]
+        ratio = median(b / a for a, b in zip(without, with_, strict=True))
+        of_alone = of_possible = None
+        if known:
+            of_alone = median(s / a for s, a in zip(saved, alone, strict=True))
+            # A saving is divided by what there was to save in the same round.
+            of_possible = median(
+                s / max(a - b, 1e-9) for s, a, b in zip(saved, without, bare, strict=True)
             )
-            continue
-        possible = without - median(bare)
         table.add(
-            *(known, without, with_, ratio, alone, saved, saved / alone, saved / possible),
+            *(known, median(without), median(with_), ratio, median(bare), median(saved)),
+            *(median(alone) if known else None, of_alone, of_possible),
             *(found.quiet, found.others),
         )
         why = f"others took {share(found.others)} of the CPU"
-        if known == size.known[-1]:
-            open_ = options.quick
+        if known == size.known[-1] and of_possible is not None:
             for what, wanted, value, met in (
-                (f"share of the possible saving, {known} known", ">= 0.9", saved / possible, True),
-                (f"with/without, {known} known", "<= 0.5", ratio, ratio <= 0.5),
+                ("share of the possible saving", ">= 0.9", of_possible, of_possible >= 0.9),
+                ("with/without", "<= 0.5", ratio, ratio <= 0.5),
             ):
-                met = met and (value >= 0.9 or wanted.startswith("<="))
-                report.targets.append(Target(what, wanted, value, None if open_ else met, why))
+                known_yet = None if options.quick else met
+                report.targets.append(
+                    Target(f"{what}, {known} known", wanted, value, known_yet, why)
+                )
     report.notes += [
         "known alone: commit of the known tokens and nothing else, to a first token",
-        "possible: without, less a turn with nothing known; a pass over the observation alone must "
-        "run in any case and reads all weights, so saved/alone cannot reach 1",
+        "bare: a turn with nothing known; possible: without less bare, in the same round; the pass "
+        "over the observation runs in any case and reads all weights, so saved/alone stays below 1",
         "small gain: a bare wrapper of 16 tokens rides in a pass that is needed anyhow",
     ]
 
@@ -154,8 +173,8 @@ def adverse(report: Report, bench: Bench, options: Options) -> None:
     known = size.known[-1]
     table = report.table(
         f"when speculation is of no use: {known} known tokens, {size.observation} observed",
-        *("case", "without ms", "with ms", "added ms", "running chunk ms", "added/chunk"),
-        *("quiet rounds", "others"),
+        *("case", "without ms", "with ms", "added ms", "commit call ms", "chunk ms", "chunks"),
+        *("added/chunk", "quiet rounds", "others"),
     )
     cases = (
         ("returns as a chunk starts, right guess", True, True),
@@ -164,34 +183,39 @@ def adverse(report: Report, bench: Bench, options: Options) -> None:
     )
     for case, right, at_once in cases:
 
-        def once(
-            number: int, right: bool = right, at_once: bool = at_once
-        ) -> tuple[float, float, float]:
+        def once(number: int, right: bool = right, at_once: bool = at_once) -> tuple[Turn, Turn]:
             text, observed = bench.text(known), bench.text(size.observation)
             guess = text if right else bench.text(known)
             pause = 0.0 if at_once else PAUSE_S
-            plain, chunk = 0.0, (0.0, 0.0)
-            for speculates in (False, True) if number % 2 else (True, False):
-                if speculates:
-                    chunk = bench.turn(text, observed, guess=guess, idle_s=pause, at_once=at_once)
-                else:
-                    plain, _ = bench.turn(text, observed, idle_s=pause)
-            return plain, *chunk
+            turns = {
+                "without": partial(bench.turn, text, observed, idle_s=pause),
+                "with": partial(
+                    bench.turn, text, observed, guess=guess, idle_s=pause, at_once=at_once
+                ),
+            }
+            names = ("without", "with") if number % 2 else ("with", "without")
+            done = {name: turns[name]() for name in names}
+            return done["without"], done["with"]
 
         found = repeat(once, size.rounds, 0 if options.quick else 40)
-        without, with_, chunk = (median(x) for x in zip(*found.values, strict=True))
-        added = median(b - a for a, b, _ in found.values)
+        pairs = found.values
+        without, with_ = median(a.ms for a, _ in pairs), median(b.ms for _, b in pairs)
+        added = median(b.ms - a.ms for a, b in pairs)
+        bound, chunk = median(b.commit_ms for _, b in pairs), median(b.chunk_ms for _, b in pairs)
+        table.add(
+            *(case, without, with_, added, bound, chunk, max(b.chunks for _, b in pairs)),
+            *(added / chunk if at_once else None, found.quiet, found.others),
+        )
         if at_once:
-            table.add(case, without, with_, added, chunk, added / chunk, found.quiet, found.others)
-            bound, value = added <= 1.1 * chunk, added / chunk
-            what, wanted = f"added/chunk: {case}", "<= 1 (10 % noise)"
+            met, value = bound <= 1.1 * chunk, bound / chunk
+            what, wanted = f"wait in commit / chunk: {case}", "<= 1 (10 % noise)"
         else:
-            table.add(case, without, with_, added, None, None, found.quiet, found.others)
-            bound, value = with_ <= 1.05 * without, with_ / without
+            met, value = with_ <= 1.05 * without, with_ / without
             what, wanted = f"with/without: {case}", "<= 1 (5 % noise)"
         why = f"others took {share(found.others)} of the CPU"
-        report.targets.append(Target(what, wanted, value, None if options.quick else bound, why))
+        report.targets.append(Target(what, wanted, value, None if options.quick else met, why))
     report.notes.append(
         "we lose: an observation that arrives while a chunk of a wrong guess runs waits for the "
-        "rest of that chunk (planned for half of ttft_slo_ms, one page at least)"
+        "rest of that chunk (commit call ms; added ms is a difference of two passes of a second "
+        "each, and carries their noise; planned for half of ttft_slo_ms, one page at least)"
     )

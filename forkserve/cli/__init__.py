@@ -23,12 +23,23 @@ class _Fault(click.ClickException):
         click.secho(f"Error: {' '.join(self.message.split())}", fg="red", err=True)
 
 
+class _Interrupted(click.ClickException):
+    """Ctrl-C, with the exit code that shells give it."""
+
+    exit_code = 130
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo("Interrupted.", err=True)
+
+
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except ForkServeError as error:
             raise _Fault(str(error)) from error
+        except KeyboardInterrupt as error:
+            raise _Interrupted("interrupted") from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -22,7 +22,7 @@ from forkserve.engine.constraints import ChoiceConstraint
 from forkserve.engine.mock import MockBackend
 from forkserve.types import SamplingParams, derive_seed
 
-__all__ = ["Agent", "Watcher"]
+__all__ = ["Agent", "Watcher", "refusals"]
 
 _HAPPY, _ERROR = "result", "error"
 _P_HAPPY, _P_ERROR = 0.9, 0.1
@@ -189,6 +189,8 @@ class Agent:
         """Run the tool in a thread; meanwhile the engine's loop prefills both branches."""
         engine, session = self.engine, self.session
         refused: list[str] = []
+        said: list[tuple[str, str]] = []
+        pause = _PATIENCE * tool.expected_ms
         with ThreadPoolExecutor(1, "tool") as pool:
             running = pool.submit(tool, argument)
             if self.speculate:
@@ -198,9 +200,13 @@ class Agent:
                     engine.fork(session.id, tip, _ERROR, self._recovery(tool)): _P_ERROR,
                 }
                 for node, p in nodes.items():
-                    pause = _PATIENCE * tool.expected_ms
                     got = engine.speculate(session.id, node, priority=p, t_idle_ms=pause)
-                    refused += [f"{r.candidate.branch}: {r.reason}" for r in got.refused]
+                    name = _HAPPY if p == _P_HAPPY else _ERROR
+                    reasons = [r.reason for r in got.refused]
+                    if not got and not reasons:
+                        reasons = ["planner_failed"]
+                    refused += [f"{name}: {reason}" for reason in reasons]
+                    said += [(f"the rest of {name}" if got else name, why) for why in reasons]
                 if self._mock is not None:  # no real time passes there: let it come to an end
                     while engine.drain_slack():
                         pass
@@ -211,7 +217,7 @@ class Agent:
         mark = "result" if seen.ok else "error"
         self.watcher.line(mark, f"({seen.ms:,.0f} ms) {seen.text}")
         if refused:
-            self.watcher.line("not speculated", ", ".join(refused))
+            self.watcher.line("not speculated", refusals(said, pause))
         return seen, refused, (pages_of(tree), widths(tree, engine.config.page_size))
 
     # ---------------------------------------------------------------- after the tool
@@ -311,11 +317,12 @@ class Agent:
             )
         finally:
             self.engine.close(other.id)
-        self.watcher.line(
-            "first token",
-            f"{row.ttft_ms:,.1f} ms after the result; {row.ttft_ms_without_speculation:,.1f} ms "
-            "without speculation",
-        )
+        without = f"{row.ttft_ms_without_speculation:,.1f} ms without speculation"
+        if row.idle:
+            without = "nothing was ready, so speculation makes no difference"
+        elif not row.skipped:
+            without += " (nothing was ready: noise, or a wait for the branch that lost)"
+        self.watcher.line("first token", f"{row.ttft_ms:,.1f} ms after the result; {without}")
 
     # ---------------------------------------------------------------- helpers
 
@@ -342,6 +349,33 @@ class Agent:
     def _script(self, text: str) -> None:
         if self._mock is not None:
             self._mock.script(text)
+
+
+_WHY = {
+    "idle_horizon": "the expected pause of {pause} is shorter than the prefill",
+    "pages": "there are not enough free KV pages",
+    "branch_cap": "as many branches as allowed are being prefilled already",
+    "tbt_margin": "it would hold up an answer that is being written",
+    "low_probability": "it is too unlikely to be used",
+    "free_form": "free text is never guessed",
+    "empty": "there is nothing left to compute",
+    "not_worth": "it would cost more than it is likely to save",
+    "queue_full": "too much work is waiting already",
+    "planner_failed": "the planner failed; the log says why",
+    "deadline": "its time ran out before it was computed",
+}
+
+
+def refusals(refused: Sequence[tuple[str, str]], pause_ms: float) -> str:
+    """Pairs of a branch and a reason in plain words, branches with the same reason together."""
+    pause = f"{pause_ms / 1e3:.2g} s" if pause_ms >= 100 else f"{pause_ms:.2g} ms"
+    branches: dict[str, list[str]] = {}
+    for branch, reason in refused:
+        branches.setdefault(reason, []).append(branch)
+    return "; ".join(
+        f"{' and '.join(names)}, as {_WHY.get(reason, reason).format(pause=pause)}"
+        for reason, names in branches.items()
+    )
 
 
 def score(answer: str, evidence: str, complete: bool) -> tuple[bool, int, bool, int]:

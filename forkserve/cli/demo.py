@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,20 +48,22 @@ class Options:
 
 def run_demo(options: Options) -> bool:
     """Run it and print the report; False if a committed token is not a cold engine's."""
-    began = time.perf_counter()
+    began, load = time.perf_counter(), _load_average()
     document = load_document(options.file)
     kind, why = choose(options.backend, options.model)
     narrator = Narrator(quiet=options.as_json)
     if why:
         narrator.note(why)
     with narrator:
-        narrator.working("loading the model" if kind == "local" else "starting")
+        narrator.step(f"loading {options.model or 'smollm2'}" if kind == "local" else "starting")
         opened = open_backend(
             kind, options.model, options.seed, options.branches, options.max_tokens
         )
         with opened as backend:
             report = _run(backend, kind, document, options, narrator)
     report.wall_s = time.perf_counter() - began
+    if report.clock == "wall":
+        report.load_average = load
     if options.as_json:
         print(json.dumps(report.to_json()))
     else:
@@ -99,7 +102,6 @@ def _run(
         seed=options.seed,
     )
     rows, history = _converse(agent, trunk, turns, narrator)
-    narrator.working("every committed answer again on a cold engine")
     report = Report(
         backend=kind,
         model=info.name,
@@ -112,7 +114,7 @@ def _run(
         speculate=options.speculate,
         clock="virtual" if quick else "wall",
         turns=rows,
-        identity=_check(backend, history, agent),
+        identity=_check(backend, history, agent, narrator),
         wall_s=0.0,
     )
     head = {
@@ -134,7 +136,7 @@ def _converse(
     """All turns; returns their numbers and the whole committed sequence."""
     try:
         with agent.engine as engine:
-            narrator.working(f"reading {len(trunk):,} tokens")
+            narrator.step(f"prefilling the trunk of {len(trunk):,} tokens")
             session = agent.open(trunk)
             rows = [agent.run(number, turn) for number, turn in enumerate(turns, 1)]
             engine.check()
@@ -144,10 +146,18 @@ def _converse(
         agent.toolbox.close()
 
 
-def _check(backend: Backend, history: Sequence[int], agent: Agent) -> Identity:
+def _check(backend: Backend, history: Sequence[int], agent: Agent, narrator: Narrator) -> Identity:
     if isinstance(backend, MockBackend):
-        return check_exact(backend, history, agent.committed)
-    return check_cold(backend, history, agent.committed)
+        return check_exact(backend, history, agent.committed, narrator.step)
+    return check_cold(backend, history, agent.committed, narrator.step)
+
+
+def _load_average() -> float | None:
+    """Of the last minute, where the system tells."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return None
 
 
 def _trunk(

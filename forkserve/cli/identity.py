@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import expm1
 
@@ -23,6 +23,12 @@ __all__ = ["TOLERANCE", "Committed", "check_cold", "check_exact"]
 TOLERANCE = {"float32": 0.01, "bfloat16": 0.5}
 
 
+# Tokens of one pass of the cold prefill: progress is told after each.
+_PASS = 512
+
+Tell = Callable[[str], object]
+
+
 @dataclass(frozen=True, slots=True)
 class Committed:
     """One generation that became committed text: `tokens` at position `start`."""
@@ -35,7 +41,10 @@ class Committed:
 
 
 def check_exact(
-    backend: MockBackend, history: Sequence[int], committed: Sequence[Committed]
+    backend: MockBackend,
+    history: Sequence[int],
+    committed: Sequence[Committed],
+    tell: Tell = len,
 ) -> Identity:
     """On the mock: a fresh one answers each prompt alone, and all must be bit-equal.
 
@@ -47,7 +56,8 @@ def check_exact(
     config = backend.config.replace(
         background=False, prefix_index=False, capacity_pages=pages, shuffle_pages=False
     )
-    for one in committed:
+    for number, one in enumerate(committed, 1):
+        tell(_again(number, committed))
         cold = MockBackend(config, vocab_size=backend.info.vocab_size)
         with Engine(cold) as engine:
             session = engine.open(history[: one.start], seed=one.seed)
@@ -67,7 +77,10 @@ def check_exact(
 
 
 def check_cold(
-    backend: Backend, history: Sequence[int], committed: Sequence[Committed]
+    backend: Backend,
+    history: Sequence[int],
+    committed: Sequence[Committed],
+    tell: Tell = len,
 ) -> Identity:
     """On a real model: one cold pass over the whole conversation, then the logits of each answer.
 
@@ -79,17 +92,23 @@ def check_cold(
         method="one cold prefill of the whole conversation, each token teacher-forced",
     )
     pages = range(-(-len(history) // backend.config.page_size))
-    chunk = max(backend.config.max_batch_tokens, 1)
+    chunk = max(min(backend.config.max_batch_tokens, _PASS), 1)
     for begin in range(0, len(history), chunk):
         end = min(begin + chunk, len(history))
+        tell(f"reading the conversation again on a cold engine: {end:,} of {len(history):,} tokens")
         context = (Span("cold", pages, 0, begin),) if begin else ()
         write = Span("cold", pages, begin, end - begin, begin)
         backend.execute(Batch([Work("cold", 1, history[begin:end], begin, context, write)]))
-    for one in committed:
+    for number, one in enumerate(committed, 1):
+        tell(_again(number, committed))
         found.answers += 1
         for token, logits, spec in _replayed(backend, history, one, pages):
             _judge(found, token, logits, spec)
     return found
+
+
+def _again(number: int, committed: Sequence[Committed]) -> str:
+    return f"computing every answer again on a cold engine: {number} of {len(committed)}"
 
 
 def _replayed(

@@ -19,12 +19,15 @@ _LINE = 140  # characters of a line of narration
 class Narrator:
     """Writes to standard output, or with quiet=True to standard error.
 
-    What is finished is a line that stays; what is under way is a spinner that goes.
+    What is finished is a line that stays; what is under way is a spinner that goes.  Without a
+    terminal a long step is a line on standard error instead.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = Console(file=sys.stderr if quiet else sys.stdout, highlight=False)
-        self._status = Status("", console=self.console, spinner="dots")
+        on_screen = self.console.is_terminal
+        self._signs = self.console if on_screen else Console(stderr=True, highlight=False)
+        self._status = Status("", console=self._signs, spinner="dots")
         self._open = False  # a line of the answer is being written
 
     def __enter__(self) -> Narrator:
@@ -59,9 +62,16 @@ class Narrator:
         self.console.print(Text.assemble((f"{number} {turn.name}  ", "bold cyan"), turn.question))
 
     def working(self, what: str) -> None:
-        if self.console.is_terminal and not self._open:
+        if self._signs.is_terminal and not self._open:
             self._status.update(f"{what} ...")
             self._status.start()
+
+    def step(self, what: str) -> None:
+        """Something takes so long that a reader without a terminal must hear of it, too."""
+        if self._signs.is_terminal:
+            self.working(what)
+        else:
+            self._signs.print(f"{what} ...", style="dim", markup=False, soft_wrap=True)
 
     def line(self, label: str, text: str) -> None:
         self._status.stop()

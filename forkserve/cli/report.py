@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,10 @@ class TurnRow:
     """Numbers of one turn.  Times in ms, everything else in tokens or pages.
 
     known: tokens known before the observation (the wrapper).  skipped: those of them that the
-    commit found computed.  prefilled: computed as committed work; speculative: computed ahead;
-    wasted: the part of those that was not used.  shared: trunk tokens that the branches used
-    without computing or copying them.  live_pages: pages of the whole tree when it was widest;
-    clone_pages: what they would be if every branch had a copy of its own.
+    commit found computed (`ready_tokens` in the JSON).  prefilled: computed as committed work;
+    speculative: computed ahead; wasted: the part of those that was not used.  shared: trunk tokens
+    that the branches used without computing or copying them.  live_pages: pages of the whole tree
+    when it was widest; clone_pages: what they would be if every branch had a copy of its own.
     """
 
     name: str
@@ -43,6 +44,11 @@ class TurnRow:
     clone_pages: int
     refused: list[str] = field(default_factory=list)
     answer: str = ""
+
+    @property
+    def idle(self) -> bool:
+        """Nothing was speculated: the turn did the same work as the one without speculation."""
+        return not self.skipped and not self.speculative
 
 
 @dataclass(slots=True)
@@ -69,7 +75,7 @@ class Identity:
 
 @dataclass(slots=True)
 class Report:
-    """One run of the demo."""
+    """One run of the demo.  load_average: before it began; None where no clock was measured."""
 
     backend: str
     model: str
@@ -84,10 +90,14 @@ class Report:
     turns: list[TurnRow]
     identity: Identity
     wall_s: float
+    load_average: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it; times rounded to a microsecond."""
-        return {key: _rounded(value) for key, value in asdict(self).items()}
+        report = {key: _rounded(value) for key, value in asdict(self).items()}
+        for turn in report["turns"]:
+            turn["ready_tokens"] = turn["skipped"]
+        return report
 
 
 def _rounded(value: Any) -> Any:
@@ -107,7 +117,7 @@ def show(report: Report, console: Console) -> None:
     times = Table(box=box.SIMPLE_HEAD, **style)
     for head in ("turn", "tool", "tool ms", "TTFT ms", "without", "ready", "hit"):
         left = head in ("turn", "tool", "hit")
-        times.add_column(head, justify="left" if left else "right", no_wrap=True)
+        times.add_column(head, justify="left" if left else "right", no_wrap=head != "hit")
     costs = Table(box=box.SIMPLE_HEAD, **style)
     heads = ("turn", "prefilled", "shared", "speculative", "wasted", "pages", "if cloned")
     for head in heads:
@@ -118,16 +128,16 @@ def show(report: Report, console: Console) -> None:
             row.tool if row.tool_ok else f"{row.tool} [red]✗[/]",
             _ms(row.tool_ms),
             f"[bold]{_ms(row.ttft_ms)}[/]",
-            _ms(row.ttft_ms_without_speculation),
+            _without(row),
             f"{row.skipped}/{row.known}",
-            row.hit.replace("_", " "),
+            _hit(row),
         )
         counts = (row.prefilled, row.shared, row.speculative, row.wasted)
         pages = (row.live_pages, row.clone_pages)
         costs.add_row(row.name, *(f"{n:,}" for n in (*counts, *pages)))
     console.print()
     console.print(times)
-    console.print(_TIMES[report.clock], style="dim", highlight=False)
+    console.print(_about_times(report), style="dim", highlight=False)
     console.print(costs)
     console.print(_COSTS, style="dim", highlight=False)
     console.print()
@@ -138,11 +148,12 @@ _TIMES = {
     clock: (
         "TTFT: from the tool's result to the first token of the answer; without: the same turn "
         f"without speculation. {how} ready: of the tokens known before the result (end of the "
-        "call, header, checklist), those that the commit found computed. ✗: the tool failed."
+        "call, header, checklist), those that the commit found computed. hit: whether that text "
+        "was forked before the result, and its KV computed. ✗: the tool failed."
     )
     for clock, how in {
         "virtual": "Simulated by the mock's clock.",
-        "wall": "Both measured in this run.",
+        "wall": "Both measured in this run, once.",
     }.items()
 }
 _COSTS = (
@@ -150,6 +161,44 @@ _COSTS = (
     "copying it; speculative: computed while a tool ran; wasted: the part of that which was not "
     "used. pages: of the whole tree at its widest; if cloned: with a copy for every branch."
 )
+
+
+def _about_times(report: Report) -> str:
+    """What the columns mean and how far the times can be trusted."""
+    text = _TIMES[report.clock]
+    if any(row.idle for row in report.turns):
+        text += " –: nothing was speculated: any difference is noise."
+    if any(not row.skipped and not row.idle for row in report.turns):
+        text += (
+            " ~: nothing was ready, only the branch that lost was computed: a difference is noise, "
+            "or a wait for that branch."
+        )
+    if report.clock == "wall":
+        text += "\nTimes are single samples on this machine"
+        if report.load_average is not None:
+            cores = os.cpu_count() or 1
+            text += (
+                f"; its load average was {report.load_average:.1f} on {cores} "
+                f"processor{'s' * (cores > 1)} before the demo began"
+            )
+        text += ". Run benchmarks/ttft.py for a measurement."
+    return text
+
+
+def _without(row: TurnRow) -> str:
+    """The time without speculation, as far as it can be compared."""
+    if row.idle:
+        return "–"
+    return ("" if row.skipped else "~") + _ms(row.ttft_ms_without_speculation)
+
+
+def _hit(row: TurnRow) -> str:
+    """The hit together with how much of it was computed."""
+    if row.hit != "known_suffix":
+        return row.hit.replace("_", " ")
+    if row.skipped >= row.known:
+        return "known, KV ready"
+    return "known, KV partly" if row.skipped else "known, no KV"
 
 
 def _ms(value: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,8 +48,10 @@ def test_json_has_what_is_promised(mock_demo: Demo) -> None:
     report = mock_demo()
     assert {"backend", "model", "device", "turns", "identity", "wall_s"} <= report.keys()
     assert (report["backend"], report["model"], report["device"]) == ("mock", "mock", "cpu")
+    assert report["load_average"] is None  # virtual time
     for turn in report["turns"]:
         assert turn.keys() >= TURN_KEYS
+        assert turn["ready_tokens"] == turn["skipped"]
         assert all(turn[key] >= 0 for key in TURN_KEYS)
     identity = report["identity"]
     assert identity["checked"] == identity["equal"] > 0
@@ -136,7 +139,27 @@ def test_table_and_verdict(run: Run) -> None:
     assert result.exit_code == 0
     for text in ("mock on cpu", "TTFT", "without", "if cloned", "Identity holds", "no such table"):
         assert text in result.stdout
-    assert result.stderr == ""
+
+
+def test_signs_of_life_without_a_terminal(run: Run) -> None:
+    for quiet in ((), ("--json",)):
+        said = run("demo", "--backend", "mock", *quiet).stderr.splitlines()
+        assert "starting ..." in said
+        assert any(re.fullmatch(r"prefilling the trunk of [\d,]+ tokens \.\.\.", s) for s in said)
+        again = [s for s in said if s.startswith("computing every answer again on a cold engine")]
+        assert again[2] == "computing every answer again on a cold engine: 3 of 12 ..."
+        assert len(again) == 12
+
+
+def test_ctrl_c_is_one_line_and_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MockBackend, "execute", interrupt)
+    result = run("demo", "--backend", "mock")
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "Interrupted."
+    assert "Traceback" not in result.stderr
 
 
 # --- how it ends ------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -117,14 +118,13 @@ def test_an_interrupt_at_any_place_leaves_the_session_usable(background: bool) -
         a = eng.open(PROMPT).id
         waits = eng._loop.run_until
         for stage in range(3):
+            calls = count()
 
-            def interrupted(done: Any, stage: int = stage) -> None:
-                calls[0] += 1
-                if calls[0] > stage:
+            def interrupted(done: Any, stage: int = stage, calls: Any = calls) -> None:
+                if next(calls) >= stage:
                     raise KeyboardInterrupt
                 waits(done)
 
-            calls = [0]
             eng._loop.run_until = interrupted  # type: ignore[method-assign]
             try:
                 with pytest.raises(KeyboardInterrupt):
