@@ -28,9 +28,7 @@ class ForkServeConfig(BaseModel):
 
     # Pages
     page_size: int = Field(16, ge=1, le=256, description="tokens per KV page [P]")
-    capacity_pages: int = Field(
-        16384, ge=1, le=2**28, description="pages in the pool, fixed for its life"
-    )
+    capacity_pages: int = Field(16384, ge=1, description="pages in the pool, fixed for its life")
     tail: Literal["auto", "pack", "freeze"] = Field(
         "auto",
         description="unaligned tails: copy the rows, share the page, or whichever is smaller",
