@@ -5,12 +5,14 @@ All systems run the same GGUF with the same number of threads and take turns in 
 
 from __future__ import annotations
 
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +20,15 @@ import torch
 from benchmarks import models
 from benchmarks.measure import Options, Report, Target, median, repeat, share
 from benchmarks.peers.hugging_face import HuggingFace
-from benchmarks.peers.llamacpp import VARIABLE, LlamaCpp, python_with_llamacpp
+from benchmarks.peers.workers import LlamaCpp, Vllm
 from forkserve import Engine, ForkServeConfig, SamplingParams
 from forkserve.engine.local.checkpoint import open_checkpoint
 
 FREE = SamplingParams(ignore_eos=True)
 # Execution variants of the bundled engine: options of `LocalBackend`.
-VARIANTS: dict[str, dict[str, Any]] = {"float32": {}, }
+VARIANTS: dict[str, dict[str, Any]] = {
+    "float32": {},
+}
 Timed = Callable[[int], float]  # a round's number -> seconds
 
 
@@ -98,15 +102,15 @@ class Ours:
 
 @dataclass
 class Field:
-    """Everybody who takes part; llama.cpp in both settings."""
+    """Everybody who takes part; llama.cpp in both settings, vLLM where it is installed."""
 
     ours: dict[str, Ours]
-    llama: dict[str, LlamaCpp] = field(default_factory=dict)
+    others: dict[str, LlamaCpp | Vllm] = field(default_factory=dict)
     hf: HuggingFace | None = None
 
     def everyone(self) -> dict[str, Any]:
         hf = {"HF float32": self.hf} if self.hf is not None else {}
-        return {**{f"fs {name}": one for name, one in self.ours.items()}, **self.llama, **hf}
+        return {**{f"fs {name}": one for name, one in self.ours.items()}, **self.others, **hf}
 
     def close(self) -> None:
         for one in self.everyone().values():
@@ -137,19 +141,28 @@ def gather(report: Report, size: Size, options: Options) -> Field:
     crowd.hf = HuggingFace(model)
     threads, room = torch.get_num_threads(), max(size.contexts) + 2048
     if options.quick:
-        report.notes.append("llama.cpp is left out of the quick form")
-    elif python_with_llamacpp() is None:
-        report.notes.append(f"llama.cpp is missing: set {VARIABLE} to a Python that has it")
+        report.notes.append("llama.cpp and vLLM are left out of the quick form")
     else:
-        source = open_checkpoint(model)
-        (path,) = source.files()
-        source.close()
-        for name, flash in (("llama.cpp", False), ("llama.cpp flash", True)):
-            crowd.llama[name] = LlamaCpp(path, threads=threads, flash=flash, context=room)
-        report.notes.append(f"llama-cpp-python {next(iter(crowd.llama.values())).version}")
+        if LlamaCpp.there():
+            source = open_checkpoint(model)
+            (path,) = source.files()
+            source.close()
+            for name, flash in (("llama.cpp", False), ("llama.cpp flash", True)):
+                crowd.others[name] = LlamaCpp(path, threads=threads, flash=flash, context=room)
+        if Vllm.there():
+            with tempfile.TemporaryDirectory() as folder:
+                crowd.hf.save(Path(folder))
+                crowd.others["vLLM bf16"] = Vllm(
+                    Path(folder), threads=threads, dtype="bfloat16", context=room
+                )
+        for kind in (LlamaCpp, Vllm):
+            if not kind.there():
+                report.notes.append(f"no {kind.module}: set {kind.variable} to a Python with it")
+        report.notes += [f"{name}: version {one.version}" for name, one in crowd.others.items()]
     report.notes.append(
         f"{threads} threads; llama.cpp: the GGUF as it is (Q4_1), KV in float16, unified, forks by "
-        "llama_memory_seq_cp; HF: float32, the same weights; its branches are a repeated cache"
+        "llama_memory_seq_cp; HF: float32, the same weights; its branches are a repeated cache; "
+        "vLLM: the same weights in bfloat16, its branches share by its prefix cache"
     )
     return crowd
 
@@ -287,7 +300,8 @@ def copied(report: Report, crowd: Field, size: Size, text: list[int], options: O
 
 def forks(report: Report, crowd: Field, size: Size, vocab: int, options: Options) -> None:
     """A fork alone."""
-    who: dict[str, Any] = {"fs": next(iter(crowd.ours.values())), **crowd.llama}
+    who: dict[str, Any] = {"fs": next(iter(crowd.ours.values()))}
+    who |= {name: one for name, one in crowd.others.items() if isinstance(one, LlamaCpp)}
     table = report.table(
         f"one of {size.k} forks of a trunk, microseconds", "trunk", *who, "quiet rounds", "others"
     )

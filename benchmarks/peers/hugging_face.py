@@ -50,6 +50,10 @@ class HuggingFace:
                 chosen = logits[:, -1].argmax(-1, keepdim=True)
         return time.perf_counter() - begin
 
+    def save(self, folder: Path) -> None:
+        """The model as a directory that other engines read."""
+        self.model.save_pretrained(folder)
+
     def close(self) -> None:
         """Drop the caches."""
         self._caches.clear()
