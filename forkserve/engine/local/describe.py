@@ -71,6 +71,12 @@ def from_hugging_face(config: Mapping[str, Any], where: str) -> ModelSpec:
             f"{where}: architecture '{names[0]}' is not supported; "
             f"{', '.join(_HF_ARCHITECTURES)} are"
         )
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method", "unknown")
+        raise ModelError(
+            f"{where}: weights quantised by '{method}' are not supported; float32, float16 and "
+            "bfloat16 are, or a GGUF file"
+        )
     traits = FAMILIES[family]
     config = {**_DEFAULTS.get(family, {}), **text_config(config)}
 
@@ -204,6 +210,8 @@ def from_gguf(meta: Mapping[str, Any], where: str) -> ModelSpec:
     traits = FAMILIES[arch]
     heads, hidden, layers = get("attention.head_count"), get("embedding_length"), get("block_count")
     head_dim = get("attention.key_length", hidden // heads)
+    if get("expert_count", 0):
+        raise ModelError(f"{where}: {get('expert_count')} experts: mixtures are not supported")
     if get("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{where}: keys and values of different sizes are not supported")
     if get("rope.dimension_count", head_dim) != head_dim:
