@@ -140,6 +140,17 @@ def test_gemma_in_gguf() -> None:
     assert old.windows == (4096, 0) * 6
 
 
+def test_windows_in_gguf() -> None:
+    """Of all layers in a Mistral, of none in a Qwen that does not list them."""
+    window = {"attention__sliding_window": 100}
+    assert gguf("llama", **window).windows == (100,) * 12
+    assert gguf("qwen2", **window).windows == (0,) * 12
+    pattern = {"attention__sliding_window_pattern": [False] * 11 + [True]}
+    assert gguf("qwen2", **window, **pattern).windows == (0,) * 11 + (100,)
+    period = {"attention__sliding_window_pattern": 4}
+    assert gguf("gemma3", **window, **period).windows == (100, 100, 100, 0) * 3
+
+
 def test_yarn_in_gguf() -> None:
     spec = gguf(
         "qwen2",

@@ -294,10 +294,13 @@ class SafetensorsCheckpoint:
 
 
 def _place(prefix: str, name: str) -> str:
-    """A name under a prefix that may itself end the word "model."."""
-    if prefix.startswith("model.") and name.startswith("model."):
-        name = name.removeprefix("model.")
-    return prefix + name
+    """A name of the language model where it stands beside others.
+
+    "language_model." comes before every name, "model.language_model." in the place of "model.".
+    """
+    if not prefix.startswith("model."):
+        return prefix + name
+    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def _check_shape(where: str, name: str, shape: tuple[int, ...], out: torch.Tensor) -> None:
