@@ -138,7 +138,7 @@ class LocalBackend:
     def _run(self, decoder: Decoder, works: Sequence[Work]) -> list[WorkResult]:
         kv = self._kv
         self._check(works)
-        plan = plan_attention(works, kv.page_size, kv.capacity_rows)
+        plan = plan_attention(works, kv.page_size, kv.capacity_rows, self._spec.windows)
         ids = torch.tensor([token for work in works for token in work.tokens])
         if int(ids.min()) < 0 or int(ids.max()) >= self.info.vocab_size:
             raise BackendError(
