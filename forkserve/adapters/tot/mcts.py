@@ -81,10 +81,10 @@ class _Search:
         self._close(leaf)
 
     def favourite(self) -> Thought | None:
-        """The end of the most visited path; of equal visits the greater mean."""
+        """The end of the most visited path, alive if one is; of equal visits the greater mean."""
         at = self._root
-        while seen := [c for c in at.children if c.visits and c.right is not False and c.alive]:
-            at = max(seen, key=lambda c: (c.visits, c.score or 0.0))
+        while seen := [c for c in at.children if c.visits and c.right is not False]:
+            at = max(seen, key=lambda c: (c.alive, c.visits, c.score or 0.0))
         return at if at is not self._root else None
 
     def _worth(self, child: Thought) -> float:

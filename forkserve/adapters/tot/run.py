@@ -200,8 +200,8 @@ class Run:
         )
         place.branch.attempt()
         session, tip = place.session.id, place.branch.tip
-        generation = self.engine.start(session, request.limit, node=tip, params=params)
         prompt = self.engine.tokens(session, tip)
+        generation = self.engine.start(session, request.limit, node=tip, params=params)
         self.usage = replace(
             usage,
             requests=usage.requests + 1,
