@@ -64,8 +64,8 @@ class Place:
 
     def fan(self, text: str | Tokens, count: int) -> list[Place]:
         """`count` branches that begin with the same text, which is computed once."""
-        if count == 1:
-            return [self.fork(text)]
+        if count == 1 or not len(text):
+            return [self.fork(text) for _ in range(count)]
         stem = self.fork(text, stem=True)
         return [stem.fork(()) for _ in range(count)]
 
@@ -99,13 +99,13 @@ class Place:
             if above.stem and not above._children:
                 above.drop()
 
-    def commit(self) -> None:
-        """Make it, and what is above it, part of the main line of its session."""
-        if self.parent is not None:
-            self.parent.commit()
-            if not self.branch.committed:
-                self.branch.commit()
-            self.gone = True
+    def adopt(self) -> None:
+        """Make it, and what is above it, the main line of its session.  May wait."""
+        self.branch.promote()
+        at: Place | None = self
+        while at is not None:
+            at.gone = True
+            at = at.parent
 
 
 class Trunks:

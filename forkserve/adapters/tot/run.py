@@ -71,6 +71,7 @@ class Run:
         self._seen: set[Hashable] = set()
         self._places: list[Place] = []  # branches that it made, and may still have
         self._roles: set[Role] = set()  # whose trunk was used
+        self._tip = (0, 0)  # node and length that the session ended with
         self._cut: Stopped | None = None
         self._begun = time.monotonic()
         self._cache = PrefixCache(engine.config.page_size)
@@ -85,6 +86,8 @@ class Run:
         else:
             opening = self.root.state.problem
             session = options.session or self.engine.session(self.reader.opening(opening))
+            tip = self.engine.tree(session.id).tip
+            self._tip = tip.id, tip.length
             self.root.place = self._known(Place.of(session))
 
     def trunk(self, role: Role, thought: Thought) -> Place:
@@ -131,8 +134,19 @@ class Run:
         answers = sorted(self.answers, key=rank, reverse=True)
         best = answers[0] if answers else self.fallback
         if self.options.session is not None and best is not None and best.alive and best.place:
-            best.place.commit()
+            self._adopt(best.place)
         return ToTResult(best, answers, self.trace, self.usage, self.root, self.stopped)
+
+    def _adopt(self, place: Place) -> None:
+        root = self.root.place
+        assert root is not None
+        tip = self.engine.tree(root.session.id).tip
+        if (tip.id, tip.length) != self._tip:
+            raise SessionError(
+                f"session '{root.session.id}' went on while the search ran: it ended at token "
+                f"{self._tip[1]} of node {self._tip[0]}, and ends at {tip.length} of {tip.id} now"
+            )
+        place.adopt()
 
     # ---------------------------------------------------------------- asking
 

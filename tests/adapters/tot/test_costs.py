@@ -242,8 +242,15 @@ def test_replies_are_those_of_a_cold_engine(search: Any, mode: Any) -> None:
         eng.start = spy  # type: ignore[method-assign]
         options = {"iterations": 4} if search is mcts else {}
         search(
-            eng, Free(), "A problem. ", mode=mode, generate="sample", n_generate=3, max_tokens=5,
-            params=SamplingParams(temperature=0.8, ignore_eos=True), **options,
+            eng,
+            Free(),
+            "A problem. ",
+            mode=mode,
+            generate="sample",
+            n_generate=3,
+            max_tokens=5,
+            params=SamplingParams(temperature=0.8, ignore_eos=True),
+            **options,
         )
         assert len(asked) >= 18
         assert len({running.params.seed for _, running in asked}) == len(asked)

@@ -27,6 +27,7 @@ from forkserve.adapters.tot.mcts import ucb1
 
 from .conftest import Letters, Make, speller
 
+stepped = pytest.mark.parametrize("background", [False], indirect=True)  # one is enough
 SEARCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
     "bfs": (tot_bfs, atot_bfs, {"beam": 2}),
     "dfs": (tot_dfs, atot_dfs, {"prune": 1.0}),
@@ -60,6 +61,7 @@ def test_finds_a_solution(make: Make, name: str, kind: str, mode: str) -> None:
     assert not run(sync, eng, Game24(), UNSOLVABLE, **options).solved
 
 
+@stepped
 @pytest.mark.parametrize("name", ["dfs", "mcts"])
 def test_an_unsolvable_puzzle_is_searched_to_its_end(make: Make, name: str) -> None:
     search, _, _ = SEARCHES[name]
@@ -94,6 +96,7 @@ def published(letters: str, worth: Callable[[str], float], depth: int, b: int) -
     return levels
 
 
+@stepped
 @pytest.mark.parametrize("mode", ["template", "append"])
 @pytest.mark.parametrize("letters", ["abcd", "dacb", "abab"])
 @pytest.mark.parametrize("width", [1, 3, 4])
@@ -131,7 +134,12 @@ def test_sampled_selection_follows_the_values(make: Make) -> None:
         found = tot_bfs(eng, Letters(), "x", beam=2, select="sample", depth=1, seed=seed)
         assert {t.text for t in found.trace[0].selected} == {"b", "d"}
     again = [
-        [t.text for t in tot_bfs(eng, Letters(), "x", beam=3, select="sample", depth=1, seed=7).trace[0].selected]
+        [
+            t.text
+            for t in tot_bfs(eng, Letters(), "x", beam=3, select="sample", depth=1, seed=7)
+            .trace[0]
+            .selected
+        ]
         for _ in range(2)
     ]
     assert again[0] == again[1]
@@ -142,7 +150,7 @@ def test_sampled_selection_follows_the_values(make: Make) -> None:
 
 
 def test_beam_goes_by_the_mean_of_the_path(make: Make) -> None:
-    """"ab" is the best pair by itself, but stands on the worst letter."""
+    """ "ab" is the best pair by itself, but stands on the worst letter."""
     worth = {"a": 1, "b": 9, "aa": 1, "ab": 6, "ba": 5, "bb": 4}
     eng = make(speller("ab", lambda w: worth[w]))
     assert tot_bfs(eng, Letters(), "x", beam=2, depth=2).text == "a\nb"
@@ -153,17 +161,24 @@ def test_beam_goes_by_the_mean_of_the_path(make: Make) -> None:
     assert found.best.value == 5
 
 
+@stepped
 def test_depth_first_order_and_pruning(make: Make) -> None:
     worth = {"a": 2, "b": 3, "c": 1}
     eng = make(speller("abc", lambda w: worth[w[-1]]))
     found = tot_dfs(eng, Letters(), "x", prune=2, depth=2, answers=4)
     assert [step.parents[0].state.thoughts for step in found.trace] == [(), ("b",), ("a",)]
-    assert [a.state.thoughts for a in found.answers] == [("b", "b"), ("a", "b"), ("b", "a"), ("a", "a")]
+    assert [a.state.thoughts for a in found.answers] == [
+        ("b", "b"),
+        ("a", "b"),
+        ("b", "a"),
+        ("a", "a"),
+    ]
     assert all(t.text == "c" for step in found.trace for t in step.aborted)
     narrow = tot_dfs(eng, Letters(), "x", branch=1, depth=3, answers=5)
     assert [a.state.thoughts for a in narrow.answers] == [("b", "b", "b")]
 
 
+@stepped
 def test_a_subtree_without_an_answer_gives_its_pages_back(make: Make) -> None:
     """The pool is looked at when each step has been noted: depth does not pile up."""
 
@@ -183,6 +198,7 @@ def test_ucb1_is_the_formula() -> None:
     assert ucb1(0.5, 4, 16, 2.0) == pytest.approx(0.5 + 2 * (2.772588722 / 4) ** 0.5)
 
 
+@stepped
 def test_mcts_counts_visits_and_rewards(make: Make) -> None:
     eng = make(speller("ab", lambda w: w.count("b")))
     found = mcts(eng, Letters(), "x", iterations=5, depth=3)
@@ -215,7 +231,12 @@ def test_best_of_n(make: Make, kind: str, mode: str, evaluate: str) -> None:
     search = best_of_n if kind == "sync" else abest_of_n
     found = run(search, make(reply), Letters(), "x", n=4, mode=mode, evaluate=evaluate)
     assert found.text == "good"
-    assert sorted(t.status for t in found.tree.children) == ["aborted", "aborted", "duplicate", "selected"]
+    assert sorted(t.status for t in found.tree.children) == [
+        "aborted",
+        "aborted",
+        "duplicate",
+        "selected",
+    ]
     assert found.usage.requests == 4 + (3 if evaluate == "vote" else 9)
 
 
