@@ -35,7 +35,7 @@ async def asearch(run: Run, strategy: Strategy) -> ToTResult:
     """`search` for a coroutine.  Cancelling it cancels what decodes."""
     steps = _Steps(run, strategy)
     try:
-        run.open()
+        await aio.in_thread(run.open)
         while (batch := steps.next()) is not None:
             generations = run.start(batch)
             try:

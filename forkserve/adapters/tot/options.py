@@ -110,7 +110,13 @@ class Options:
         number = isinstance(score, Real) and not isinstance(score, bool) and math.isfinite(score)
         if score != "raise" and not number:
             raise ConfigError(f"unreadable={score!r} must be a finite number or 'raise'")
-        for role in get_args(Role):
+        roles = get_args(Role)
+        for name in ("params", "max_tokens"):
+            given = getattr(self, name)
+            for key in given if isinstance(given, Mapping) else ():
+                if key not in roles:
+                    raise ConfigError(f"{name}: no role {key!r}; there are {', '.join(roles)}")
+        for role in roles:
             self._check(role)
         self._agree()
 

@@ -76,7 +76,7 @@ class Thought:
             score = "" if one.score is None else f"  {one.score:.3g}"
             right = {True: "  right", False: "  wrong", None: ""}[one.right]
             status = "" if one.status == "open" else f"  {one.status}"
-            text = one.text or one.state.problem
+            text = " ".join((one.text or one.state.problem).split())
             lines.append(f"{'  ' * (one.depth - self.depth)}{text}{score}{status}{right}")
         return "\n".join(lines)
 

@@ -58,7 +58,7 @@ class Run:
         self.options = options
         self.reader = Reader(task)
         self.root = Thought(State(problem))
-        self.depth = options.depth or task.depth
+        self.depth = options.depth or self.reader.depth()
         self.answers: list[Thought] = []
         self.fallback: Thought | None = None  # the most promising one, should there be no answer
         self.trace: list[Step] = []

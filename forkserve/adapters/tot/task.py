@@ -145,6 +145,12 @@ class Reader:
         self.task = task
         self._name = type(task).__name__
 
+    def depth(self) -> int:
+        found: Any = self.task.depth
+        if not isinstance(found, Integral) or isinstance(found, bool) or found < 1:
+            raise TaskError(f"{self._name}.depth={found!r} must be a whole number >= 1")
+        return int(found)
+
     def trunk(self, role: Role) -> Prompt:
         return self._opening(f"trunk({role!r})", self.task.trunk(role))
 

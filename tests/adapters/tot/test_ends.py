@@ -396,6 +396,10 @@ def test_missing_methods_are_named(make: Make) -> None:
             return "?"
 
     eng = make(lambda _: "a\nb")
+    shallow = Letters()
+    shallow.depth = 0
+    with pytest.raises(TaskError, match=r"Letters\.depth=0 must be a whole number >= 1"):
+        tot_bfs(eng, shallow, "x")
     with pytest.raises(TaskError, match=r"Nothing\.prompt"):
         tot_bfs(eng, Nothing(), "x")
     with pytest.raises(TaskError, match=r"Asks\.trunk\('propose'\)"):
@@ -421,6 +425,7 @@ def test_missing_methods_are_named(make: Make) -> None:
         (tot_bfs, {"unreadable": float("nan")}, "unreadable=nan"),
         (tot_bfs, {"params": {"value": 3}}, "params of value"),
         (tot_bfs, {"max_tokens": {"vote": 0}}, "max_tokens=0 of vote"),
+        (tot_bfs, {"params": {"values": SamplingParams()}}, "params: no role 'values'"),
         (tot_bfs, {"evaluate": "logprob"}, "needs generate='sample'"),
         (tot_bfs, {"generate": "sample", "params": SamplingParams()}, "at temperature 0"),
         (tot_bfs, {"depth": 0}, "depth=0"),
