@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME...] [--quick] [--profile] [--json FILE]``."""
+"""``python -m benchmarks [NAME...] [--quick] [--profile] [--plot] [--json FILE]``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.measure import Options, Report, Span
+from benchmarks.measure import ROOT, Options, Report, Span
+from benchmarks.plot import draw
 
-NAMES = ("fork", "tick", "pages", "decorator", "fanout", "ttft", "turns", "speed")
+NAMES = (
+    *("fork", "tick", "pages", "decorator", "trees", "trajectories"),
+    *("fanout", "ttft", "turns", "speed"),
+)
 
 
 def run(name: str, options: Options) -> Report:
@@ -24,6 +28,14 @@ def run(name: str, options: Options) -> Report:
     return report
 
 
+def plot(name: str, data: dict[str, Any], saved: Path, console: Console) -> None:
+    """Draw the charts of a benchmark that has some beside its kept result."""
+    charts = getattr(import_module(f"benchmarks.{name}"), "CHARTS", ())
+    if charts:
+        path = draw(data, charts, saved.with_suffix(".svg"))
+        console.print(f"  drawn in {path.relative_to(ROOT)}", style="dim")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command.  0 unless a benchmark itself fails: a missed target is a result."""
     given = sys.argv[1:] if arguments is None else arguments
@@ -31,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; results are not kept")
     parser.add_argument("--profile", action="store_true", help="also say where the time goes")
+    parser.add_argument("--plot", action="store_true", help="also draw charts (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write all results there as one JSON list")
     args = parser.parse_args(given)
     unknown = sorted(set(args.names) - set(NAMES))
@@ -46,9 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
         report = run(name, options)
         report.show(console)
         results.append(report.as_dict(options))
-        if not args.quick:
-            saved = report.save(results[-1]).relative_to(Path(__file__).resolve().parents[1])
-            console.print(f"  kept in {saved}", style="dim")
+        if not args.quick and report.tables:
+            saved = report.save(results[-1])
+            console.print(f"  kept in {saved.relative_to(ROOT)}", style="dim")
+            if args.plot:
+                plot(name, results[-1], saved, console)
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
     return 0

@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 NEED_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
-NAMES = ["fork", "tick", "pages", "decorator", "fanout", "ttft", "turns", "speed"]
+PLAIN = ["fork", "tick", "pages", "decorator", "trees", "trajectories"]
+ON_A_MODEL = ["fanout", "ttft", "turns", "speed"]
 KEYS = {"name", "title", "tables", "targets", "notes", "others_cpu", "wall_s", "quick"}
 KEYS |= {"command", "date", "commit", "machine", "versions"}
 
@@ -52,7 +53,7 @@ def check(result: dict[str, Any], name: str) -> None:
     assert "python" in result["versions"]
 
 
-@pytest.mark.parametrize("name", NAMES[:4])
+@pytest.mark.parametrize("name", PLAIN)
 def test_control_plane(tmp_path: Path, name: str) -> None:
     before = kept()
     (result,) = quick(tmp_path, name)
@@ -61,7 +62,7 @@ def test_control_plane(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES[4:])
+@pytest.mark.parametrize("name", ON_A_MODEL)
 def test_on_a_tiny_model(tmp_path: Path, name: str) -> None:
     """No weights are needed: the quick form writes a random checkpoint of its own."""
     for module in NEED_TORCH:
@@ -76,6 +77,43 @@ def test_on_a_tiny_model(tmp_path: Path, name: str) -> None:
 def test_pages_are_exact_even_in_the_quick_form(tmp_path: Path) -> None:
     (result,) = quick(tmp_path, "pages")
     assert [t["value"] for t in result["targets"] if "design" in t["what"]] == [0]
+
+
+def test_charts_are_drawn(tmp_path: Path) -> None:
+    """From the kept results, so that they fit what the charts name."""
+    pytest.importorskip("matplotlib")
+    from benchmarks import trajectories, trees
+    from benchmarks.plot import draw
+
+    for module in (trees, trajectories):
+        name = module.__name__.rpartition(".")[2]
+        data = json.loads((RESULTS / "cpu" / f"{name}.json").read_text())
+        drawn = draw(data, module.CHARTS, tmp_path / f"{name}.svg").read_text()
+        assert "<svg" in drawn
+        assert drawn == draw(data, module.CHARTS, tmp_path / "again.svg").read_text()
+
+
+def test_without_the_recordings_a_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import recordings, trajectories, trees
+    from benchmarks.measure import Options
+
+    monkeypatch.setattr(recordings, "FOLDER", ROOT / "nowhere")
+    for module in (trees, trajectories):
+        report = module.run(Options())
+        assert report.tables == []
+        assert "is not there" in report.notes[0]
+
+
+def test_a_replay_has_the_recorded_prompts() -> None:
+    """The conversation at the end is the recorded one, whatever was speculated."""
+    from benchmarks.trajectories import WAYS, made_up, parse, replay
+
+    talks = [parse(entry["messages"]) for entry in made_up()]
+    found = [replay(talks, True, *way) for way in WAYS.values()]
+    assert len({(one.turns, one.tools, one.prompt, one.fresh, one.cache) for one in found}) == 1
+    assert found[0].ahead == found[0].used == 0 < found[1].used
+    assert found[0].waited == found[1].waited + found[1].used
+    assert found[1].ahead == found[1].used <= found[2].ahead
 
 
 def test_an_unknown_name_is_refused() -> None:
