@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from forkserve import Engine, ForkServeConfig
-from forkserve.adapters.langchain.constraints import SchemaConstraint
+from forkserve.adapters.constraints import SchemaConstraint
 from forkserve.control.generation import Generation
 from forkserve.engine import MockBackend
 from forkserve.types import GREEDY, SamplingParams

@@ -10,7 +10,7 @@ from langchain_core.tools import tool
 from pydantic import BaseModel
 
 from forkserve.adapters.langchain import ChatForkServe
-from forkserve.adapters.langchain.constraints import constraint_for
+from forkserve.adapters.constraints import constraint_for
 from forkserve.errors import ConfigError, MissingExtra
 
 from .rules import RuleEngine
