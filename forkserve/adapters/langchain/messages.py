@@ -45,6 +45,6 @@ class Prompts:
         return self._renderers.known(decoded, build, tools)
 
 
-def _plain(messages: Sequence[BaseMessage]) -> list[Message]:
+def _plain(messages: Sequence[BaseMessage]) -> Sequence[Message]:
     plain = convert_to_openai_messages(list(messages), text_format="string")
     return plain if isinstance(plain, list) else [plain]
