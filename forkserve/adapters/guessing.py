@@ -40,7 +40,7 @@ class Guesser:
         self._session = session
         self._turn = turn
         self._base = base
-        self._roots: list[int] = []  # branches that leave the decoded text
+        self._forked: list[int] = []
         self._node: int | None = None  # end of the known branch
         self._at = 0
         self._tokens: tuple[int, ...] = ()  # on it, from `_at`
@@ -81,10 +81,10 @@ class Guesser:
 
     def drop(self) -> None:
         """Abort all branches of the turn that nobody has committed.  Idempotent."""
-        roots, self._roots = self._roots, []
+        forked, self._forked = self._forked, []
         self._node, self._tokens = None, ()
         nodes = self._engine.tree(self._session).nodes
-        for node in roots:
+        for node in forked:
             if node in nodes and nodes[node].mode is NodeMode.SPEC:
                 self._abort(node)
 
@@ -123,8 +123,7 @@ class Guesser:
         except ForkServeError as error:
             self.refused.append(type(error).__name__)
             return None
-        if parent is None:
-            self._roots.append(node)
+        self._forked.append(node)
         return node
 
     def _speculate(

@@ -171,10 +171,11 @@ class _Chunks:
     def of(self, item: Delta | Answer) -> Iterator[ModelResponseStream]:
         """The chunks of a piece, or the last ones."""
         if isinstance(item, Answer):
+            # litellm ends with the reason, so the usage comes before it.
+            usage = self._chunk(ChunkDelta())
+            usage.usage = Usage(**item.usage)
+            yield usage
             yield self._chunk(ChunkDelta(), item.finish_reason)
-            last = ModelResponseStream(id=self._id, choices=[], model=self._model)
-            last.usage = Usage(**item.usage)
-            yield last
             return
         if item.thought:
             yield self._chunk(ChunkDelta(reasoning_content=item.thought, role="assistant"))
