@@ -145,8 +145,10 @@ class Family:
         if shared == len(prompt) == node.length:
             return True
         at = min(shared, len(prompt) - 1)
-        if any(self._leaves(other, node) >= at for other in self.tips if other is not tip):
-            return False
+        for other in self.tips:
+            shared, on = self._shared(other, node)
+            if other is not tip and on and shared >= at:
+                return False
         place = None if at == node.length else at
         try:
             won = self.engine.commit(self.session.id, node.id, prompt[at:], at=place, branch=branch)
@@ -184,14 +186,19 @@ class Family:
             self.drop(old)
         return tip
 
-    def _leaves(self, tip: Tip, node: Node) -> int:
-        """After how many tokens the path of a tip leaves that of a node."""
-        path = {member.id for member in (node, *node.ancestors())}
-        below: Node | None = None
+    def _shared(self, tip: Tip, node: Node) -> tuple[int, bool]:
+        """How much of a node's path a tip stands on, and whether its own way goes on there."""
+        below: dict[int, Node | None] = {}  # by id, the next node on the way to `node`
+        last: Node | None = None
+        for member in (node, *node.ancestors()):
+            below[member.id], last = last, member
+        last = None
         for member in (end := self.tree.get(tip.node), *end.ancestors()):
-            if member.id in path:
-                return below.alias_len if below is not None else 0
-            below = member
+            if member.id in below:
+                ways = [way for way in (last, below[member.id]) if way is not None]
+                place = min([member.length, *(way.alias_len for way in ways)])
+                return place, last is not None
+            last = member
         raise AdapterError(f"node {tip.node} is in another tree than node {node.id}")
 
     # ---------------------------------------------------------------- letting go
@@ -223,7 +230,7 @@ class Family:
             return
         end = self.tree.get(last.node)
         left = [t for t in self.tips if t.owner == owner and t is not last and not t.busy]
-        left.sort(key=lambda tip: self._leaves(tip, end), reverse=True)
+        left.sort(key=lambda tip: self._shared(tip, end)[0], reverse=True)
         alone = self.owners() == {owner} and not any(tip.busy for tip in self.tips)
         for tip in left:
             if alone and self._merge(tip, last):
@@ -240,11 +247,11 @@ class Family:
         if tree.is_dead(left.node):
             return True
         node = tree.get(left.node)
-        at = self._leaves(kept, node)
-        line = tree.owner(node, at).line if at else None
-        if kept.busy or line != node.line or tree.tips.get(line) is not node:
+        at, _ = self._shared(kept, node)
+        line, rest = tree.owner(node, at).line, self.tokens(kept)[at:]
+        if kept.busy or not rest or line != node.line or tree.tips.get(line) is not node:
             return False
-        won = self.engine.commit(self.session.id, node.id, self.tokens(kept)[at:], at=at)
+        won = self.engine.commit(self.session.id, node.id, rest, at=at)
         kept.node = won.winner
         return True
 

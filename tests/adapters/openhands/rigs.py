@@ -64,7 +64,7 @@ def call(key: str, name: str = "lookup", **more: Any) -> str:
 class Rig:
     def __init__(self, folder: Path, **config: Any) -> None:
         self.folder = folder
-        settings = {"capacity_pages": 4096, **config}
+        settings = {"capacity_pages": 4096, **config}  # fields of ForkServeConfig
         self.backend = MockBackend(ForkServeConfig(**settings))
         self.engine = Engine(self.backend)
         self.adapter = OpenHandsAdapter(self.engine)

@@ -212,6 +212,7 @@ def test_times_of_tools_are_learned(rig: Rig) -> None:
 
 def test_reasoning_is_kept_apart(rig: Rig) -> None:
     """The SDK drops it from the history; the turn is written anew and known while the tool runs."""
+
     def slow(key: str) -> str:
         rig.adapter.settle()
         return key
