@@ -150,7 +150,7 @@ class Bridge:
         if len(prompt) >= limit:
             raise ContextOverflow(len(prompt) + 1, limit, "prompt with a reply")
         with self.forest.turn(request, prompt) as place:
-            if place.tip is not None:
+            if place.tip.owner:
                 self._drop_guesses(request.conversation)
             self.count(**{place.how: 1}, prompt=len(prompt), cached=place.cached)
             yield Call(self.engine, request, prompt, place)
@@ -158,7 +158,7 @@ class Bridge:
     def _answered(self, call: Call, answer: Answer, tokens: tuple[int, ...]) -> Answer:
         tip, owner = call.place.tip, call.request.conversation
         self.count(generated=len(tokens))
-        if tip is not None:
+        if tip.owner:
             decoded = [*call.prompt, *tokens]
             with self._lock:
                 self._parents.pop(owner, None)

@@ -13,7 +13,7 @@ from forkserve.adapters.openhands.forest import Place
 from forkserve.adapters.openhands.requests import Answer, ChatRequest, Delta
 from forkserve.api import Engine
 from forkserve.branch import Branch
-from forkserve.errors import ContextOverflow
+from forkserve.errors import ContextOverflow, SessionError
 from forkserve.reply import Reply
 from forkserve.types import SamplingParams
 
@@ -40,7 +40,7 @@ class Call:
     @property
     def branch(self) -> Branch:
         """Where to generate."""
-        return self.place.family.session.branch(self.place.node)
+        return self.place.family.session.branch(self.place.tip.node)
 
     def limits(self, most: int) -> tuple[int, SamplingParams]:
         """Tokens of the reply, `most` if the request does not say, and how to sample.
@@ -72,7 +72,11 @@ class Call:
         return Delta(first.text + last.text, first.thought, first.calls + last.calls)
 
     def answer(self, reply: Reply) -> Answer:
-        """The whole reply."""
+        """The whole reply.  Raises SessionError when it was cut off from outside."""
+        if reply.finish_reason == "cancelled":
+            raise SessionError(
+                "the reply was cut off: its session was closed, or its branch aborted"
+            )
         reason = _ENDS.get(reply.finish_reason or "", "stop")
         return Answer(
             id=self.request.id,

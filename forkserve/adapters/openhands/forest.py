@@ -20,13 +20,12 @@ __all__ = ["Forest", "Place"]
 class Place:
     """A prompt in place.
 
-    tip: where the conversation goes on; None for a side request.  how: opened, continued, forked
-    or side.  cached: tokens of the prompt that need not be computed.
+    tip: where the conversation goes on.  how: opened, continued, forked or side.  cached: tokens of
+    the prompt that need not be computed.
     """
 
     family: Family
-    node: int
-    tip: Tip | None
+    tip: Tip
     how: str
     cached: int
 
@@ -61,38 +60,32 @@ class Forest:
         Waits for the pass in flight, if it belongs to the family.
         """
         family, fresh = self._take(request, prompt)
-        place: Place | None = None
+        tip: Tip | None = None
         try:
             with family.lock:
-                place = self._place(family, fresh, request, prompt)
-                if place.tip is not None:
-                    place.tip.busy = True
+                tip, how = self._place(family, fresh, request, prompt)
+                tip.busy = True
+                place = Place(family, tip, how, family.cached(tip.node))
             yield place
         finally:
             with family.lock:
-                if place is not None and place.tip is not None:
-                    place.tip.busy = False
-                elif place is not None and not fresh:
-                    with suppress(NodeError, SessionError):
-                        self.engine.abort(family.session.id, place.node, cascade=False)
-            self._give_back(family, lost=fresh and (place is None or place.tip is None))
+                if tip is not None:
+                    tip.busy = False
+                    if not tip.owner and not fresh:
+                        with suppress(NodeError, SessionError):
+                            family.forget(tip)
+            self._give_back(family)
 
     def _place(
         self, family: Family, fresh: bool, request: ChatRequest, prompt: Sequence[int]
-    ) -> Place:
-        tip: Tip | None
+    ) -> tuple[Tip, str]:
         if request.side:
-            tip, how = None, "side"
-            node = family.tips[0].node
-            if not fresh:
-                node = family.side(family.find(request.conversation, prompt), prompt)
-        elif fresh:
-            tip, how = family.tips[0], "opened"
-            node = tip.node
-        else:
-            tip, on = family.place(request.conversation, request.head, prompt)
-            node, how = tip.node, "continued" if on else "forked"
-        return Place(family, node, tip, how, family.cached(node))
+            tip = family.tips[0] if fresh else family.aside(request.conversation, prompt)
+            return tip, "side"
+        if fresh:
+            return family.tips[0], "opened"
+        tip, on = family.place(request.conversation, request.head, prompt)
+        return tip, "continued" if on else "forked"
 
     # ---------------------------------------------------------------- finding
 
@@ -110,11 +103,11 @@ class Forest:
         best: tuple[Family, Found] | None = None
         for family in self._open():
             with family.lock:
-                if family.session.closed or not family.tips:
+                if family.session.closed:
                     continue
                 found = family.find(next(iter(owners), ""), prompt)
                 own = bool(owners & family.owners())
-            if found.shared < (1 if own else family.first):
+            if found is None or found.shared < (1 if own else family.first):
                 continue
             if best is None or found.shared >= best[1].shared:
                 best = family, found
@@ -131,8 +124,8 @@ class Forest:
                     self._families.append(family)
                     family.users += 1
                     return family, False
-        owner, head = request.conversation, request.head
-        family = Family.open(self.engine, owner, head, prompt, self._options)
+        owner = "" if request.side else request.conversation
+        family = Family.open(self.engine, owner, request.head, prompt, self._options)
         family.users += 1
         with self._lock:
             self._families.append(family)
@@ -163,11 +156,13 @@ class Forest:
 
     def _drop(self, family: Family, owner: str) -> None:
         """Drop the places of a conversation where nothing is being generated."""
+        empty = False
         with family.lock:
             for tip in [tip for tip in family.tips if tip.owner == owner and not tip.busy]:
                 if len(family.tips) > 1:
                     family.drop(tip)
-            empty = family.owners() == {owner} and not family.tips[0].busy
+                elif not family.users:
+                    empty = True
         if empty:
             self._close([family])
 
@@ -175,14 +170,13 @@ class Forest:
         """End all families."""
         self._close(self._open())
 
-    def _give_back(self, family: Family, lost: bool) -> None:
-        """lost: nothing in the family is anybody's history."""
+    def _give_back(self, family: Family) -> None:
         with self._lock:
             family.users -= 1
             idle = [one for one in self._families if not one.users]
-            over = idle[: max(len(idle) - self.keep, 0)]
-        if lost and family not in over:
-            over.append(family)
+            empty = [one for one in idle if not one.owners()]
+            kept = [one for one in idle if one.owners()]
+            over = empty + kept[: max(len(kept) - self.keep, 0)]
         self._close(over)
 
     def _close(self, families: Sequence[Family]) -> None:

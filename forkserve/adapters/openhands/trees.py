@@ -37,9 +37,9 @@ _TIPS = 8  # places of one conversation that are kept; the oldest that it left g
 class Tip:
     """A place where a conversation can go on.
 
-    node: end of its line.  owner: the conversation.  head: its tools and system message, hashed.
-    prompt: length of the last prompt that was answered here; what follows may be taken back.
-    busy: a reply is being generated.  serial: grows with each prompt.
+    node: end of its line.  owner: the conversation, empty for nobody's.  head: its tools and system
+    message, hashed.  prompt: length of the last prompt that was answered here; what follows may be
+    taken back.  busy: a reply is being generated.  serial: grows with each prompt.
     """
 
     node: int
@@ -89,7 +89,7 @@ class Family:
 
     def owners(self) -> set[str]:
         """The conversations that have a place here."""
-        return {tip.owner for tip in self.tips}
+        return {tip.owner for tip in self.tips if tip.owner}
 
     def last(self, owner: str) -> Tip | None:
         """Where a conversation was last."""
@@ -99,18 +99,21 @@ class Family:
         """All tokens from the root to a tip."""
         return self.tree.tokens(self.tree.get(tip.node)).tolist()
 
-    def find(self, owner: str, prompt: Sequence[int]) -> Found:
-        """The tip that has most of a prompt; of equals the conversation's own, then the latest."""
+    def find(self, owner: str, prompt: Sequence[int]) -> Found | None:
+        """The tip that has most of a prompt; of equals the conversation's own, then the latest.
+
+        None when nothing here is anybody's history.
+        """
         ids, best, key = list(prompt), None, (-1, False, -1)
         for number, tip in enumerate(self.tips):
+            if not tip.owner:
+                continue
             shared = common(self.tokens(tip), ids)
             if tip.busy:  # what it is writing is nobody's history yet
                 shared = min(shared, tip.prompt)
             found = (shared, tip.owner == owner and not tip.busy, number)
             if found > key:
                 best, key = Found(tip, shared), found
-        if best is None:
-            raise SessionError(f"session '{self.session.id}' has no conversation any more")
         return best
 
     # ---------------------------------------------------------------- putting a prompt in place
@@ -120,7 +123,7 @@ class Family:
 
         Waits for the pass in flight, if it belongs to the session.
         """
-        found = self.find(owner, prompt)
+        found = self._found(owner, prompt)
         tip = found.tip
         on = tip.owner == owner and self.extend(tip, prompt, found.shared)
         if not on:
@@ -152,13 +155,37 @@ class Family:
         place = None if at == node.length else at
         try:
             won = self.engine.commit(self.session.id, node.id, prompt[at:], at=place, branch=branch)
-        except NodeError:  # the place is in the text of the line that this one left
+        except (NodeError, SessionError):
+            # The place is in the text of the line that this one left, or somebody generates on a
+            # branch of the text that would be taken back.
             return False
         tip.node = won.winner
         return True
 
-    def side(self, found: Found, prompt: Sequence[int], name: str = "side") -> int:
-        """A branch for a prompt that is nobody's history; abort it when it is answered."""
+    def aside(self, owner: str, prompt: Sequence[int]) -> Tip:
+        """A tip for a prompt that is nobody's history; `forget` it when it is answered."""
+        tip = Tip(self._leave(self._found(owner, prompt), prompt, "side"), "", "", len(prompt))
+        self.tips.append(tip)
+        return tip
+
+    def forget(self, tip: Tip) -> None:
+        """Undo `aside`.  Nothing stands on such a tip."""
+        self.tips.remove(tip)
+        self.engine.abort(self.session.id, tip.node, cascade=False)
+
+    def cached(self, node: int) -> int:
+        """How many tokens on the path of a node need not be computed."""
+        end = self.tree.get(node)
+        return end.length - sum(stop - begin for _, begin, stop in missing(end, end.length))
+
+    def _found(self, owner: str, prompt: Sequence[int]) -> Found:
+        found = self.find(owner, prompt)
+        if found is None:
+            raise SessionError(f"session '{self.session.id}' has no conversation any more")
+        return found
+
+    def _leave(self, found: Found, prompt: Sequence[int], name: str) -> int:
+        """A line of its own for what a prompt has beyond a tip."""
         at = min(found.shared, len(prompt) - 1)
         node = self.tree.get(found.tip.node)
         place = None if at == node.length else at
@@ -169,18 +196,14 @@ class Family:
             self.engine.abort(self.session.id, fork, cascade=False)
             raise
 
-    def cached(self, node: int) -> int:
-        """How many tokens on the path of a node need not be computed."""
-        end = self.tree.get(node)
-        return end.length - sum(stop - begin for _, begin, stop in missing(end, end.length))
-
     def _fork(self, found: Found, owner: str, head: str, prompt: Sequence[int]) -> Tip:
-        tip = Tip(self.side(found, prompt, "conversation"), owner, head, len(prompt))
+        tip = Tip(self._leave(found, prompt, "conversation"), owner, head, len(prompt))
         self.tips.append(tip)
         left = found.tip
         if left.owner == owner and left.head == head and not left.busy:
             with suppress(NodeError, SessionError):  # its rows may go after a while
-                self.engine.mark_idle(self.session.id, left.node, self.engine.config.ttl_max_s)
+                life = self.engine.config.ttl_max_s
+                self.engine.mark_idle(self.session.id, left.node, life)
         own = [other for other in self.tips if other.owner == owner and not other.busy]
         for old in own[: max(len(own) - _TIPS, 0)]:
             self.drop(old)

@@ -9,8 +9,8 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_core.tools import tool
 from pydantic import BaseModel
 
-from forkserve.adapters.langchain import ChatForkServe
 from forkserve.adapters.constraints import constraint_for
+from forkserve.adapters.langchain import ChatForkServe
 from forkserve.errors import ConfigError, MissingExtra
 
 from .rules import RuleEngine
