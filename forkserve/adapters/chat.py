@@ -142,11 +142,11 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 class Reading:
     """A reply while it comes: text to show at once, calls at their end.
 
-    tools: names that count as calls, or None for any; without any all is text.
+    tools: names that count as calls; without any all is text.
     """
 
-    def __init__(self, tools: Sequence[str] | None) -> None:
-        self._scanner = Scanner(tools) if tools is None or tools else None
+    def __init__(self, tools: Sequence[str]) -> None:
+        self._scanner = Scanner(tools) if tools else None
         self._text = ""
         self._shown = 0
         self._held = False

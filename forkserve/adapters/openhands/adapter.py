@@ -191,8 +191,10 @@ class OpenHandsAdapter:
             for message in LLMConvertibleEvent.events_to_messages(list(view.events))
         ]
         tools = self.bridge.tools(str(conversation.id))
-        tokens = self.bridge.renderers.tokens(messages, tools, generation=False)
-        best = self.bridge.forest.best({str(conversation.id)}, tokens)
+        best = None
+        if tools is not None:
+            tokens = self.bridge.renderers.tokens(messages, tools, generation=False)
+            best = self.bridge.forest.best({str(conversation.id)}, tokens)
         if best is None:
             raise SessionError(f"nothing of conversation {conversation.id} is kept here")
         family, found = best

@@ -174,11 +174,12 @@ class Bridge:
         with self._lock:
             return next((t for t in self._turns.values() if t.answer.id == response), None)
 
-    def tools(self, conversation: str) -> Sequence[Mapping[str, Any]]:
-        """The tools of a conversation's last request."""
+    def tools(self, conversation: str) -> Sequence[Mapping[str, Any]] | None:
+        """The tools of a conversation's last request, or of its origin's; None if not known."""
         with self._lock:
-            turn = self._turns.get(conversation)
-        return turn.request.tools if turn is not None else ()
+            turns = self._turns
+            turn = turns.get(conversation) or turns.get(self._parents.get(conversation, ""))
+        return turn.request.tools if turn is not None else None
 
     def derive(self, conversation: str, parent: str) -> None:
         """The first request of a conversation goes on with the history of another one."""

@@ -30,7 +30,7 @@ class Call:
         self._engine = engine
         ends = engine.backend.tokenizer.decode_bytes(prompt[-8:]).decode("utf-8", "replace")
         self._thoughts = Thoughts(inside=ends.rstrip().endswith("<think>"))
-        self._reading = Reading(request.callable)
+        self._reading = Reading(request.callables)
         self._text: list[str] = []
         self._thought: list[str] = []
         self._calls: list[dict[str, Any]] = []

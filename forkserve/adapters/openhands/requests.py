@@ -91,7 +91,7 @@ class ChatRequest:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
-    def callable(self) -> tuple[str, ...]:
+    def callables(self) -> tuple[str, ...]:
         """Names of the tools that the reply may call."""
         if self.tool_choice == "none":
             return ()

@@ -15,6 +15,7 @@ case: what is shared stays where it is, down to the token, and the rest hangs be
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -95,16 +96,16 @@ class Family:
         """Where a conversation was last."""
         return next((tip for tip in reversed(self.tips) if tip.owner == owner), None)
 
-    def tokens(self, tip: Tip) -> list[int]:
+    def tokens(self, tip: Tip) -> array[int]:
         """All tokens from the root to a tip."""
-        return self.tree.tokens(self.tree.get(tip.node)).tolist()
+        return self.tree.tokens(self.tree.get(tip.node))
 
     def find(self, owner: str, prompt: Sequence[int]) -> Found | None:
         """The tip that has most of a prompt; of equals the conversation's own, then the latest.
 
         None when nothing here is anybody's history.
         """
-        ids, best, key = list(prompt), None, (-1, False, -1)
+        ids, best, key = array("i", prompt), None, (-1, False, -1)
         for number, tip in enumerate(self.tips):
             if not tip.owner:
                 continue

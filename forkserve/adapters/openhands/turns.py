@@ -127,7 +127,7 @@ class Running:
         with turn.family.lock:
             if turn.stale:
                 return
-            shared = common(turn.family.tokens(turn.tip), prompt)
+            shared = common(turn.family.tokens(turn.tip).tolist(), prompt)
             done = turn.family.extend(turn.tip, prompt, shared, branch)
         turn.drop()
         if not done:

@@ -252,7 +252,6 @@ def test_confirmation_and_rejection(rig: Rig) -> None:
     rig.adapter.settle()
     assert rig.engine.stats().speculative_pages > 0
     talk.reject_pending_actions("not now")
-    assert rig.adapter.stats.errors == 0
     rig.adapter.settle()
     assert rig.adapter.stats.errors == 1
     talk.run()
@@ -321,4 +320,30 @@ def test_an_interrupt_while_a_tool_runs_drops_the_guesses(rig: Rig) -> None:
     rig.ask(talk)
     assert left[0] > 0
     assert left[1] == 0
+    rig.only_spine(talk)
+
+
+def test_a_watch_on_another_model_does_nothing(rig: Rig) -> None:
+    from openhands.sdk.llm import Message, MessageToolCall, TextContent
+
+    given = MessageToolCall(
+        id="c1", name="lookup", arguments='{"key": "lamp"}', origin="completion"
+    )
+    script = [
+        Message(role="assistant", content=[TextContent(text="I look.")], tool_calls=[given]),
+        Message(role="assistant", content=[TextContent(text="Four.")]),
+    ]
+    talk = rig.conversation(agent=rig.agent(llm=TestLLM.from_messages(script)))
+    rig.ask(talk)
+    assert talk.state.execution_status is Status.FINISHED
+    assert rig.adapter.stats.requests == rig.adapter.stats.failures == 0
+    assert rig.engine.stats().sessions == 0
+
+
+def test_without_speculation(rig: Rig) -> None:
+    rig.adapter._speculates = False
+    talk = rig.conversation(call("lamp"), DONE, tool=lambda key: rig.adapter.settle() or key)
+    rig.ask(talk)
+    assert rig.engine.stats().prefilled_tokens.speculative == 0
+    assert rig.adapter.stats.committed == 1
     rig.only_spine(talk)
