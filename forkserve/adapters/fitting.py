@@ -8,23 +8,26 @@ from contextlib import suppress
 from typing import Any
 
 from forkserve.adapters.templates import ChatRenderer, Message
+from forkserve.errors import ConfigError
 
 __all__ = ["fit"]
+
+_MEDIA = ("image", "image_url", "audio", "input_audio", "video", "video_url", "file")
 
 
 def fit(messages: Iterable[Message], renderer: ChatRenderer) -> list[dict[str, Any]]:
     """OpenAI's messages for a renderer.
 
     A template without a place for tools has them in the system message; one that knows no calls
-    has them in the assistant's text, and one that knows no results in a user's.
+    has them in the assistant's text, and one that knows no results in a user's.  Raises ConfigError
+    for content that is no text.
     """
     dialect, out = renderer.dialect, []
-    for given in messages:
-        message = dict(given)
+    for message in messages:
+        message = {**message, "content": _text(message.get("content"))}
         calls = message.get("tool_calls")
         if calls:
             message["tool_calls"] = [_call(call) for call in calls]
-            message["content"] = message.get("content") or ""
             if not dialect.calls:
                 message["content"] += "".join(
                     f"<tool_call>{json.dumps(call['function'])}</tool_call>"
@@ -47,6 +50,20 @@ def fit(messages: Iterable[Message], renderer: ChatRenderer) -> list[dict[str, A
         else:
             out.insert(0, {"role": "system", "content": text})
     return out
+
+
+def _text(content: Any) -> str:
+    """Content as text; parts of a list are lines.  Raises ConfigError for pictures etc."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    lines = []
+    for part in content:
+        part = {"type": "text", "text": part} if isinstance(part, str) else part
+        if part.get("type") in _MEDIA:
+            raise ConfigError(f"content of type {part['type']!r}: the model reads text only")
+        if isinstance(text := part.get("text"), str):  # a part of another kind says it elsewhere
+            lines.append(text)
+    return "\n".join(lines)
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,17 +28,19 @@ class Guesser:
     """Forks of one turn.  Speculation is optional: what the engine refuses is noted, not raised.
 
     known: tokens of the known suffix so far.  withheld: of those left out for what they hide.
-    refused: reasons, as the planner words them.
+    refused: reasons, as the planner words them.  base: the node that holds the decoded text; by
+    default the tip of the session.
     """
 
-    def __init__(self, engine: Engine, session: str, turn: int) -> None:
+    def __init__(self, engine: Engine, session: str, turn: int, base: int | None = None) -> None:
         self.known = 0
         self.withheld = 0
         self.refused: list[str] = []
         self._engine = engine
         self._session = session
         self._turn = turn
-        self._roots: list[int] = []  # branches that leave the decoded text
+        self._base = base
+        self._forked: list[int] = []
         self._node: int | None = None  # end of the known branch
         self._at = 0
         self._tokens: tuple[int, ...] = ()  # on it, from `_at`
@@ -78,11 +80,13 @@ class Guesser:
         return [event]
 
     def drop(self) -> None:
-        """Abort all branches of the turn.  Idempotent."""
-        roots, self._roots = self._roots, []
+        """Abort all branches of the turn that nobody has committed.  Idempotent."""
+        forked, self._forked = self._forked, []
         self._node, self._tokens = None, ()
-        for node in roots:
-            self._abort(node)
+        nodes = self._engine.tree(self._session).nodes
+        for node in forked:
+            if node in nodes and nodes[node].mode is NodeMode.SPEC:
+                self._abort(node)
 
     def speculated(self) -> int:
         """Rows computed on the speculative branches of the session."""
@@ -113,13 +117,13 @@ class Guesser:
     ) -> int | None:
         engine, session = self._engine, self._session
         try:
-            base = engine.tip(session) if parent is None else parent
+            base = parent if parent is not None else self._base
+            base = engine.tip(session) if base is None else base
             node = engine.fork(session, base, branch, tokens, at=at)
         except ForkServeError as error:
             self.refused.append(type(error).__name__)
             return None
-        if parent is None:
-            self._roots.append(node)
+        self._forked.append(node)
         return node
 
     def _speculate(

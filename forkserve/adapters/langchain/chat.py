@@ -18,7 +18,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr
 
 from forkserve import aio
-from forkserve.adapters.langchain.constraints import constraint_for
+from forkserve.adapters.constraints import constraint_for
 from forkserve.adapters.langchain.current import current_branch, place, rows_there, running
 from forkserve.adapters.langchain.messages import Prompts
 from forkserve.adapters.langchain.pool import Pool

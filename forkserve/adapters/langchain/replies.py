@@ -13,7 +13,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
-from forkserve.adapters.langchain.messages import Reading
+from forkserve.adapters.chat import Reading
 from forkserve.branch import Branch
 from forkserve.reply import AsyncStream, Reply, Stream
 from forkserve.types import SamplingParams

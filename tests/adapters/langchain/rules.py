@@ -13,7 +13,7 @@ from langchain_core.messages import SystemMessage
 from langchain_core.tools import tool
 
 from forkserve import Engine, ForkServeConfig
-from forkserve.adapters.langchain.constraints import SchemaConstraint
+from forkserve.adapters.constraints import SchemaConstraint
 from forkserve.control.generation import Generation
 from forkserve.engine import MockBackend
 from forkserve.types import GREEDY, SamplingParams

@@ -8,8 +8,8 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from pydantic import BaseModel
 
+from forkserve.adapters.constraints import constraint_for
 from forkserve.adapters.langchain import ChatForkServe
-from forkserve.adapters.langchain.constraints import constraint_for
 from forkserve.errors import ConfigError, MissingExtra
 
 from .rules import SYSTEM, RuleEngine, cached, tide, weather

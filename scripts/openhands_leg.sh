@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Run the tests of the OpenHands adapter against the real SDK, in an environment of its own: the SDK
+# wants Python 3.12 or newer, the rest of ForkServe 3.11.  Without such a Python it says so and is
+# content.  Usage: scripts/openhands_leg.sh [PYTEST ARGUMENTS]
+# FORKSERVE_PY312 names the interpreter, if it is not found by itself.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+find_python() {
+    local python
+    for python in "${FORKSERVE_PY312:-}" python3.12 "$HOME"/.pyenv/versions/3.12*/bin/python; do
+        if [[ -n $python ]] && command -v "$python" >/dev/null &&
+            "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
+            command -v "$python"
+            return
+        fi
+    done
+    return 1
+}
+
+if ! python=$(find_python); then
+    echo "No Python 3.12 here: the tests of the OpenHands adapter were NOT run."
+    echo "Give one by FORKSERVE_PY312=/path/to/python3.12, or put python3.12 on the PATH."
+    exit 0
+fi
+
+venv=.venv-openhands
+stamp=$venv/.installed
+needs=(pyproject.toml constraints.txt constraints-openhands.txt scripts/openhands_leg.sh)
+fresh() {
+    local file
+    for file in "${needs[@]}"; do
+        [[ $stamp -nt $file ]] || return 1
+    done
+}
+if ! fresh; then
+    begin=$SECONDS
+    [[ -x $venv/bin/python ]] || "$python" -m venv --clear $venv
+    pip="$venv/bin/python -m pip --quiet --quiet --disable-pip-version-check install --no-compile"
+    pins="-c constraints.txt -c constraints-openhands.txt"
+    $pip $pins hatchling editables
+    $pip $pins --no-build-isolation -e '.[openhands]' \
+        hypothesis pytest pytest-asyncio pytest-timeout
+    touch $stamp
+    echo "Installed into $venv in $((SECONDS - begin)) s"
+fi
+$venv/bin/python - <<'PY'
+import platform
+from importlib.metadata import version
+print("Python", platform.python_version(), *(f"{n} {version(n)}" for n in ("openhands-sdk", "litellm")))
+PY
+exec $venv/bin/python -m pytest -q tests/adapters/openhands "$@"
