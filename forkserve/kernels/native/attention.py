@@ -201,7 +201,9 @@ def copy_rows(library: ctypes.CDLL, pool: Pool, copies: Sequence[RowCopy]) -> No
         [(c.src_page * size + c.src_row, c.dst_page * size + c.dst_row, c.rows) for c in copies],
         dtype=np.int64,
     )
-    library.fs_copy_rows(ctypes.byref(pool), _POINTER(table.ctypes.data), ctypes.c_int64(len(table)))
+    library.fs_copy_rows(
+        ctypes.byref(pool), _POINTER(table.ctypes.data), ctypes.c_int64(len(table))
+    )
 
 
 def read_rows(library: ctypes.CDLL, pool: Pool, runs: Sequence[tuple[int, int]]) -> bytearray:
