@@ -286,11 +286,9 @@ void attend_part(const Plan& plan, const Unit& unit, const Part& part, const Hea
         int high = std::min(plan.position[row] + 1 - origin, SPLIT);
         for (int vec = i * group; vec < (i + 1) * group; vec++) {
             float* s = scratch.scores + vec * SCORES;
-            if (low < high)
+            if (low < high)  // else it sees nothing of this split, and what comes out is not used
                 softmax(s, part.begin - origin, part.end - origin, low, high, softcap,
                         scratch.m + vec, scratch.l + vec);
-            else  // sees nothing of this split
-                std::fill(s + part.begin - origin, s + part.end - origin, 0.0f);
             std::fill_n(scratch.o + vec * WIDE, head.dim, 0.0f);
         }
     }

@@ -26,15 +26,15 @@ struct Piece {
 struct Work {
     int32_t first, count, start;  // batch row, tokens, position of the first
     int32_t piece, pieces;
-    int32_t end() const { return start + count; }
 };
 
 // Rows of one work within a tile; shared: positions from 0 on that it has in common with the one
 // before it.
 struct Share {
     const Work* work;
-    int32_t at, rows, row, shared;  // first row within the work, rows, first row within the tile
-    int32_t low, end;               // positions that it sees
+    int32_t rows, row;   // how many, the first one within the tile
+    int32_t shared;
+    int32_t low, end;    // positions that they see
 };
 
 class Builder {
@@ -156,7 +156,7 @@ class Builder {
 
     Share share(int index, int at, int rows, int row) const {
         const Work& work = works_[sorted_[index]];
-        return {&work, at, rows, row, at ? 0 : shared_[index], low(work.start + at),
+        return {&work, rows, row, at ? 0 : shared_[index], low(work.start + at),
                 work.start + at + rows};
     }
 
@@ -307,28 +307,18 @@ class Builder {
         }
     }
 
+    // Positions [at, end) of all shares, run by run, from where the first row begins to see.
     void emit(const Share* from, const Share* to, int at, int end) {
-        int low = from->low, row = from->row, rows = 0;
+        int low = from->low, rows = 0;
         for (const Share* s = from; s < to; s++) {
             low = std::min(low, s->low);
             rows += s->rows;
         }
         at = std::max(at, low);
-        const Work& work = *from->work;
-        const Piece* piece = &pieces_[work.piece];
-        for (; at < end; piece++) {
+        for (const Piece* piece = &pieces_[from->work->piece]; at < end; piece++) {
             if (piece->end <= at) continue;
-            int stop = std::min(piece->end, end), first = row, count = rows;
-            if (to - from == 1) {  // leave out rows that see none of it
-                int position = work.start + from->at;
-                int skip = std::max(0, at - position);
-                int keep = rows;
-                if (shape_.window) keep = std::min(rows, stop + shape_.window - 1 - position);
-                first += skip;
-                count = keep - skip;
-            }
-            if (count > 0)
-                plan_.items.push_back({first - base_, count, at, stop, piece->shift, piece->page});
+            int stop = std::min(piece->end, end);
+            plan_.items.push_back({from->row - base_, rows, at, stop, piece->shift, piece->page});
             at = stop;
         }
     }
