@@ -41,9 +41,11 @@ def close(got: np.ndarray, want: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
-def test_prefill_decode_fork(checkpoint: Checkpoints, family: str, changes: dict[str, Any]) -> None:
+def test_prefill_decode_fork(
+    checkpoint: Checkpoints, kernels: str, family: str, changes: dict[str, Any]
+) -> None:
     model, folder = checkpoint(family, **changes)
-    backend = LocalBackend(tiny_config(), folder)
+    backend = LocalBackend(tiny_config(), folder, kernels=kernels)
     rig = Rig(backend, seed=len(repr(changes)))
     text = ids(100, 1)
     want = reference(model, text)
@@ -78,7 +80,7 @@ def test_long_shared_trunk_is_read_once(checkpoint: Checkpoints) -> None:
     from forkserve.kernels.plan import plan_attention
 
     model, folder = checkpoint("llama")
-    backend = LocalBackend(tiny_config(), folder)
+    backend = LocalBackend(tiny_config(), folder, kernels="torch")
     rig = Rig(backend)
     trunk = rig.root()
     text = ids(400, 4)

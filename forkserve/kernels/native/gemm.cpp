@@ -9,6 +9,8 @@ namespace fs {
 namespace {
 
 constexpr int VECTORS = PANEL / LANES;
+// A sum over k is one of sums over blocks: half the rounding error, and a fixed order all the same.
+constexpr int K_BLOCK = 192;
 
 // Rows x vectors of accumulators: as many as the registers hold.
 #if defined(__AVX512F__)
@@ -33,20 +35,28 @@ FS_INLINE void finish(float* y, vf sum, const float* bias, int valid, bool add) 
 template <int R, int V, class Weight>
 FS_INLINE void tile(const Weight* w, const float* bias, int k, const float* x, int64_t x_stride,
                     float* y, int64_t y_stride, int valid, bool add) {
-    vf sum[R][V];
+    vf total[R][V];
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) sum[r][v] = zero();
-    for (int i = 0; i < k; i++) {
-        vf weight[V];
-        for (int v = 0; v < V; v++) weight[v] = load_weight(w + (int64_t)i * PANEL + v * LANES);
-        for (int r = 0; r < R; r++) {
-            vf value = set1(x[r * x_stride + i]);
-            for (int v = 0; v < V; v++) sum[r][v] = fma(value, weight[v], sum[r][v]);
+        for (int v = 0; v < V; v++) total[r][v] = zero();
+    for (int first = 0; first < k; first += K_BLOCK) {
+        vf sum[R][V];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++) sum[r][v] = zero();
+        int last = std::min(first + K_BLOCK, k);
+        for (int i = first; i < last; i++) {
+            vf weight[V];
+            for (int v = 0; v < V; v++) weight[v] = load_weight(w + (int64_t)i * PANEL + v * LANES);
+            for (int r = 0; r < R; r++) {
+                vf value = set1(x[r * x_stride + i]);
+                for (int v = 0; v < V; v++) sum[r][v] = fma(value, weight[v], sum[r][v]);
+            }
         }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++) total[r][v] = total[r][v] + sum[r][v];
     }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++)
-            finish(y + r * y_stride + v * LANES, sum[r][v], bias ? bias + v * LANES : nullptr,
+            finish(y + r * y_stride + v * LANES, total[r][v], bias ? bias + v * LANES : nullptr,
                    valid - v * LANES, add);
 }
 

@@ -1,6 +1,6 @@
 // Linear layers y = x w^T with weights packed for it, in float32, bfloat16 and int8.
 //
-// Lanes of a vector are distinct outputs, and k runs from 0 to K - 1 into one accumulator each: an
+// Lanes of a vector are distinct outputs, and k runs from 0 to K - 1 in blocks of a fixed size: an
 // output's bits depend on its row of x and its row of w alone, whatever the number of rows, how
 // they are tiled, the instruction set or the number of threads.
 #pragma once
