@@ -7,19 +7,25 @@
 namespace fs {
 namespace {
 
-// A register tile is RB query vectors by NB blocks of 16 keys or values.  TILE is what the registers
-// hold beside operands: 24 of 32, or 6 pairs of 16.
+// A register tile is RB query vectors by NB blocks of 16 keys or values.  TILE is what the
+// registers hold beside operands: 24 of 32, or 6 pairs of 16.
 #if defined(__AVX512F__)
 constexpr int TILE = 24;
 #else
 constexpr int TILE = 6;
 #endif
 constexpr int ROWS = 6;                // largest RB
-constexpr int CHUNK = 4;               // blocks that are kept in L1 for all rows of a unit
+constexpr int CHUNK = 4;               // blocks that stay in L1 for all rows of a unit; the next
+                                       // ones are fetched meanwhile, unless the processor sees them
+                                       // coming: few rows, and pages in order
 constexpr int WIDE = 256 + LANES;      // floats from one query or output vector to the next
 constexpr int SCORES = SPLIT + LANES;  // and from one row of scores to the next
 constexpr int BLOCKS = SPLIT / LANES + 2;
 constexpr float LOWEST = -INFINITY;
+
+// Inlined, or with loops that are unrolled late, sums of a register tile end up in memory.
+#define FS_NOINLINE __attribute__((noinline))
+#define FS_UNROLL _Pragma("GCC unroll 8")
 
 constexpr int widest(int rows) { return rows * 4 <= TILE ? 4 : rows * 2 <= TILE ? 2 : 1; }
 
@@ -28,29 +34,31 @@ FS_INLINE vf load_kv(const uint16_t* p) { return load_bf16(p); }
 
 // scores[r][16 b + i] = sum over d, in order, of q[r][d] * key i of block b.
 template <int RB, int NB, class T>
-void qk(const float* q, const T* const* block, int64_t step, int64_t dim, float* scores) {
+FS_NOINLINE void qk(const float* q, const T* const* block, int64_t step, int64_t dim,
+                    float* scores) {
     vf sum[RB][NB];
     const T* k[NB];
-    for (int b = 0; b < NB; b++) k[b] = block[b];
-    for (int r = 0; r < RB; r++)
-        for (int b = 0; b < NB; b++) sum[r][b] = zero();
+    FS_UNROLL for (int b = 0; b < NB; b++) k[b] = block[b];
+    FS_UNROLL for (int r = 0; r < RB; r++)
+        FS_UNROLL for (int b = 0; b < NB; b++) sum[r][b] = zero();
     for (int64_t d = 0; d < dim; d++) {
         vf x[NB];
-        for (int b = 0; b < NB; b++) {
+        FS_UNROLL for (int b = 0; b < NB; b++) {
             x[b] = load_kv(k[b]);
             k[b] += step;
         }
-        for (int r = 0; r < RB; r++) {
+        FS_UNROLL for (int r = 0; r < RB; r++) {
             vf y = set1(q[r * WIDE + d]);
-            for (int b = 0; b < NB; b++) sum[r][b] = fma(y, x[b], sum[r][b]);
+            FS_UNROLL for (int b = 0; b < NB; b++) sum[r][b] = fma(y, x[b], sum[r][b]);
         }
     }
-    for (int r = 0; r < RB; r++)
-        for (int b = 0; b < NB; b++) store(scores + r * SCORES + b * LANES, sum[r][b]);
+    FS_UNROLL for (int r = 0; r < RB; r++)
+        FS_UNROLL for (int b = 0; b < NB; b++) store(scores + r * SCORES + b * LANES, sum[r][b]);
 }
 
 template <int RB, int NB, class T>
-void qk_rows(const float* q, const T* const* block, int n, int64_t step, int64_t dim, float* scores) {
+void qk_rows(const float* q, const T* const* block, int n, int64_t step, int64_t dim,
+             float* scores) {
     for (; n >= NB; n -= NB, block += NB, scores += NB * LANES)
         qk<RB, NB>(q, block, step, dim, scores);
     if constexpr (NB > 1)
@@ -62,27 +70,31 @@ template <class T>
 struct Stretch {
     const T* v;
     int rows;
+    bool follows(const Stretch& other, int64_t dim) const {
+        return v == other.v + other.rows * dim;
+    }
 };
 
 // o[r][i] += sum over rows j, in order, of p[r][j] * v[j][i] for NB blocks of 16 values.
 template <int RB, int NB, class T>
-void pv(const float* p, const Stretch<T>* stretch, int n, int64_t at, int64_t dim, float* o) {
+FS_NOINLINE void pv(const float* p, const Stretch<T>* stretch, int n, int64_t at, int64_t dim,
+                    float* o) {
     vf sum[RB][NB];
-    for (int r = 0; r < RB; r++)
-        for (int b = 0; b < NB; b++) sum[r][b] = load(o + r * WIDE + b * LANES);
+    FS_UNROLL for (int r = 0; r < RB; r++)
+        FS_UNROLL for (int b = 0; b < NB; b++) sum[r][b] = load(o + r * WIDE + b * LANES);
     for (int i = 0; i < n; i++) {
         const T* v = stretch[i].v + at;
         for (int j = stretch[i].rows; j > 0; j--, p++, v += dim) {
             vf x[NB];
-            for (int b = 0; b < NB; b++) x[b] = load_kv(v + b * LANES);
-            for (int r = 0; r < RB; r++) {
+            FS_UNROLL for (int b = 0; b < NB; b++) x[b] = load_kv(v + b * LANES);
+            FS_UNROLL for (int r = 0; r < RB; r++) {
                 vf y = set1(p[r * SCORES]);
-                for (int b = 0; b < NB; b++) sum[r][b] = fma(y, x[b], sum[r][b]);
+                FS_UNROLL for (int b = 0; b < NB; b++) sum[r][b] = fma(y, x[b], sum[r][b]);
             }
         }
     }
-    for (int r = 0; r < RB; r++)
-        for (int b = 0; b < NB; b++) store(o + r * WIDE + b * LANES, sum[r][b]);
+    FS_UNROLL for (int r = 0; r < RB; r++)
+        FS_UNROLL for (int b = 0; b < NB; b++) store(o + r * WIDE + b * LANES, sum[r][b]);
 }
 
 template <int RB, int NB, class T>
@@ -118,7 +130,7 @@ struct Head {
     int64_t page, dim;
 };
 
-// Scores of vectors [vec, vec + n) of an item.  q, scores: of vector 0; scores of position `origin`.
+// Scores of vectors [vec, vec + n) of an item.  q, scores: of vector 0 and position `origin`.
 template <class T>
 void item_scores(const Head<T>& head, const Item& item, int vec, int n, int origin, const float* q,
                  float* scores) {
@@ -147,11 +159,15 @@ void item_scores(const Head<T>& head, const Item& item, int vec, int n, int orig
         done = 1;
     }
     // Keys behind the item's end are written too: the next item, or the mask, overwrites them.
-    const int chunk = n > ROWS ? CHUNK : BLOCKS;
-    for (; done < count; done += chunk) {
-        int blocks = std::min(chunk, count - done);
+    for (; done < count; done += CHUNK) {
+        const int blocks = std::min(CHUNK, count - done);
+        const int soon = std::min(CHUNK, count - done - blocks);
         float* to = scores + (first + done) * LANES - item.shift - origin;
         grouped(n, [&](int r, auto rb) {
+            for (int b = done + CHUNK; b < done + CHUNK + soon; b++)
+                if (n > ROWS || block[b] != block[b - 1] + LANES * dim)
+                    for (int64_t d = dim * r / n; d < dim * (r + rb()) / n; d++)
+                        __builtin_prefetch(block[b] + d * head.page);
             qk_rows<rb(), widest(rb())>(q + r * WIDE, block + done, blocks, head.page, dim,
                                         to + r * SCORES);
         });
@@ -164,32 +180,40 @@ void item_values(const Head<T>& head, const Item& item, int vec, int n, int orig
                  float* o) {
     const int64_t dim = head.dim, page = head.page;
     const int32_t* pages = head.pages + item.page;
-    const int chunk = n > ROWS ? CHUNK * LANES : SPLIT;
     p += vec * SCORES - origin;
     o += vec * WIDE;
-    for (int begin = item.begin; begin < item.end; begin += chunk) {
-        Stretch<T> stretch[BLOCKS];
+    Stretch<T> here[CHUNK + 1], next[CHUNK + 1];
+    auto chunk = [&](int at, Stretch<T>* to) {
         int count = 0;
-        for (int at = begin, end = std::min(begin + chunk, item.end); at < end;) {
+        for (const int end = std::min(at + CHUNK * LANES, item.end); at < end;) {
             int64_t slot = at + item.shift, within = slot % page;
             int rows = int(std::min<int64_t>(page - within, end - at));
-            const T* v = head.v + (pages[slot / page] * page + within) * dim;
-            if (count && stretch[count - 1].v + stretch[count - 1].rows * dim == v)
-                stretch[count - 1].rows += rows;
-            else
-                stretch[count++] = {v, rows};
+            to[count++] = {head.v + (pages[slot / page] * page + within) * dim, rows};
             at += rows;
         }
+        return count;
+    };
+    for (int begin = item.begin, count = chunk(begin, next); count;) {
+        std::copy_n(next, count, here);
+        const int soon = chunk(begin + CHUNK * LANES, next);
         grouped(n, [&](int r, auto rb) {
-            pv_rows<rb(), widest(rb())>(p + r * SCORES + begin, stretch, count, 0, dim,
-                                        o + r * WIDE);
+            for (int i = 0; i < soon; i++) {
+                if (n <= ROWS && next[i].follows(i ? next[i - 1] : here[count - 1], dim)) continue;
+                const int64_t line = 64 / sizeof(T), lines = next[i].rows * dim / line;
+                for (int64_t j = lines * r / n; j < lines * (r + rb()) / n; j++)
+                    __builtin_prefetch(next[i].v + j * line);
+            }
+            pv_rows<rb(), widest(rb())>(p + r * SCORES + begin, here, count, 0, dim, o + r * WIDE);
         });
+        begin += CHUNK * LANES;
+        count = soon;
     }
 }
 
 // Scores of one row to exponentials; those outside [low, high) become 0 within [begin, end).
 // The sum runs over lanes of the absolute position, since `s` starts at a multiple of 16.
-void softmax(float* s, int begin, int end, int low, int high, float softcap, float* top, float* sum) {
+void softmax(float* s, int begin, int end, int low, int high, float softcap, float* top,
+             float* sum) {
     const int first = low / LANES * LANES, last = (high + LANES - 1) / LANES * LANES;
     if (softcap > 0) {
         vf up = set1(softcap), down = set1(1.0f / softcap);
@@ -219,7 +243,8 @@ FS_INLINE float exp1(float x) {
 
 // Fold the next split of a vector, (o, m, l), into what there is: values not normalised, the score
 // that scales them, the sum of exponentials.
-void fold(float* into, float* into_m, float* into_l, const float* o, float m, float l, int64_t dim) {
+void fold(float* into, float* into_m, float* into_l, const float* o, float m, float l,
+          int64_t dim) {
     float top = *into_m > m ? *into_m : m;
     float mine = exp1(*into_m - top), other = exp1(m - top);
     vf x = set1(mine), y = set1(other);

@@ -267,7 +267,8 @@ class Builder {
             rows += s->rows;
         }
         Unit unit{tile_row + from->row, rows, int32_t(plan_.parts.size()), 0, cut, 0};
-        for (split = std::max(split, low / SPLIT); split < split_end && split * SPLIT < high; split++) {
+        split_end = std::min(split_end, (high + SPLIT - 1) / SPLIT);
+        for (split = std::max(split, low / SPLIT); split < split_end; split++) {
             Part part{split, INT32_MAX, 0, int32_t(plan_.items.size()), 0};
             base_ = from->row;
             items(from, end, split * SPLIT, split * SPLIT + SPLIT);

@@ -36,8 +36,9 @@ struct KvPool {
 
 struct Plan;
 
-// Write the fresh rows of a batch to the slots of its plan.  k (rotated), v: n rows of kv_heads * dim
-// floats, `stride` floats apart.  Called by every thread of a team; no barrier inside.
+// Write the fresh rows of a batch to the slots of its plan.  k (rotated), v: n rows of
+// kv_heads * dim floats, `stride` floats apart.  Called by every thread of a team; no barrier
+// inside.
 void write_kv(const Plan& plan, const KvLayer& kv, const float* k, const float* v, int64_t stride,
               int tid, int threads);
 
