@@ -130,7 +130,7 @@ def test_tokens_are_those_of_a_cold_pass(
         for offset, token in enumerate(made):
             row = logits[len(before) + offset - 1]
             gap = float(row.max() - row[token])
-            assert gap <= TOLERANCE[kernels], f"seed {seed}: token {token} is {gap:.4g} below the choice"
+            assert gap <= TOLERANCE[kernels], f"seed {seed}: token {token} is {gap:.4g} too low"
             checked += 1
             near += token != int(row.argmax())
     schedule.eng.shutdown()

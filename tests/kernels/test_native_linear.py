@@ -38,13 +38,12 @@ def stored(w: np.ndarray, kind: str) -> np.ndarray:
         bits = w.view(np.uint32).astype(np.uint64)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
         return bits.astype(np.uint32).view(np.float32)
-    top = np.abs(w).max(1, keepdims=True)
-    return np.rint(w * (np.float32(127) / top)) * (top / np.float32(127))
-
-
-def quantised(x: np.ndarray) -> np.ndarray:
-    top = np.abs(x).max(1, keepdims=True)
-    return np.rint(x * (np.float32(127) / top)) * (top / np.float32(127))
+    n, k = w.shape
+    blocks = np.pad(w, ((0, 0), (0, -k % 32))).reshape(n, -1, 32)
+    scale = stored(np.abs(blocks).max(2) / np.float32(127), "bfloat16")[..., None]
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
+    whole = np.rint(blocks * inverse).clip(-127, 127)
+    return (whole * scale).reshape(n, -1)[:, :k]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,8 +54,7 @@ def test_against_float64(kind: str, size: tuple[int, int], with_bias: bool) -> N
     w, x = random(n, k), random(33, k, seed=1)
     bias = random(n, seed=2) if with_bias else None
     linear = pack(library.load(), w, bias, kind, 2)
-    inputs = quantised(x) if kind == "int8" else x
-    want = inputs.astype(np.float64) @ stored(w, kind).astype(np.float64).T
+    want = x.astype(np.float64) @ stored(w, kind).astype(np.float64).T
     if bias is not None:
         want += bias
     for isa in library.supported():
@@ -94,16 +92,17 @@ def test_packing_does_not_depend_on_instruction_set_or_team(kind: str) -> None:
             assert (a is None and b is None) or np.array_equal(a, b)
 
 
-def test_int8_rows_of_zeros_and_of_extremes() -> None:
-    w, x = random(48, 32), random(3, 32)
-    w[3] = 0.0
-    w[4] = 127.0
-    x[1] = 0.0
-    x[2] = -1.0
-    y = product(pack(library.load(), w, None, "int8", 1), x)
-    assert (y[:, 3] == 0).all()
-    assert (y[1] == 0).all()
-    assert y[2, 4] == -127.0 * 32
+def test_int8_blocks_of_zeros_and_of_extremes() -> None:
+    w, x = np.zeros((48, 70), np.float32), np.ones((1, 70), np.float32)
+    w[3, 33:] = -1e-3  # a block of zeros, then blocks of which each has its own scale
+    w[4, :32] = 127.0
+    w[4, 32:] = 1.0
+    w[5, 69] = np.float32(1e-42)  # too small for a scale
+    y = product(pack(library.load(), w, None, "int8", 1), x)[0]
+    assert y[3] == pytest.approx(-37e-3, rel=5e-3)
+    assert y[4] == pytest.approx(127 * 32 + 38, rel=5e-3)
+    assert np.isfinite(y).all()
+    assert (np.delete(y, [3, 4, 5]) == 0).all()
 
 
 def test_instruction_set_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:

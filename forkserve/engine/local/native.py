@@ -35,9 +35,9 @@ class NativeRunner:
     def __init__(self, source: Checkpoint, setup: Setup) -> None:
         spec = source.spec
         self._library = library.load()
-        self.isa: str = self._library.isa
+        self.isa = self._library.isa
         self._forward: Forward | None = _Loader(source, setup, self._library).forward()
-        self.kv: NativeKV = NativeKV(
+        self.kv = NativeKV(
             self._library,
             layers=spec.layers,
             kv_heads=spec.kv_heads,

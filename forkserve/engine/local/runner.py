@@ -33,10 +33,14 @@ class Runner(Protocol):
     exact: a row's bits depend on the tokens before it alone, not on batch, chunks or pages.
     """
 
-    kv: PagedKV
     kernels: str
     version: str
     exact: bool
+
+    @property
+    def kv(self) -> PagedKV:
+        """The KV that `run` writes."""
+        ...
 
     def run(
         self, works: Sequence[Work], ids: Ints, wanted: Sequence[int], keep: bool

@@ -28,7 +28,7 @@ class TorchRunner:
 
     def __init__(self, source: Checkpoint, setup: Setup) -> None:
         spec, dtype = source.spec, _DTYPES[setup.variant]
-        self.version = torch.__version__
+        self.version = str(torch.__version__)
         with torch.inference_mode():
             self._decoder: Decoder | None = Decoder(source, dtype, setup.context)
         self.kv = PagedKV(

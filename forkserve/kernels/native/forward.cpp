@@ -42,17 +42,13 @@ class Buffer {
 
 // Where inputs and intermediate results of a block of rows stand.
 struct Desk {
-    Buffer<float> input, scale, gate, up, added;
-    Buffer<uint8_t> integers;
+    Buffer<float> input, gate, up, added;
 
     void reserve(const Model& m, int64_t rows) {
-        int64_t widest = std::max({m.hidden, m.ffn, m.heads * m.dim});
         input.reserve(rows * m.hidden);
-        scale.reserve(rows);
         gate.reserve(rows * m.ffn);
         up.reserve(rows * m.ffn);
         added.reserve(rows * m.hidden);
-        integers.reserve(rows * padded(widest));
     }
 };
 
@@ -98,49 +94,46 @@ class Forward {
     void share_rows(Hands by, int64_t count, Body body) {
         share(by, count, std::max<int64_t>(1, count / (4 * team_.size())), body);
     }
-    // y (+)= product of `rows`, all of its columns.
+    // y (+)= w x for `count` rows, all columns; after(begin, end): the panels just done.
     template <class After>
-    void product(Hands by, const Packed& w, const Rows& rows, float* y, bool add, After after) {
+    void product(Hands by, const Packed& w, const float* x, int64_t count, float* y, bool add,
+                 After after) {
         int64_t grain = std::max(1, w.panels() / (8 * team_.size()));
         share(by, w.panels(), grain, [&](int64_t begin, int64_t end) {
-            linear(w, rows, (int)begin, (int)end, y, w.n, add);
+            linear(w, x, w.k, (int)count, (int)begin, (int)end, y, w.n, add);
             after(begin, end);
         });
     }
+    void product(Hands by, const Packed& w, const float* x, int64_t count, float* y, bool add) {
+        product(by, w, x, count, y, add, [](int64_t, int64_t) {});
+    }
 
-    // `count` rows as the input of products of `kind`: make(row, out) gives row's [k] floats, or
-    // they stand in `ready` with stride k.
-    template <class Make>
-    Rows input(Hands by, int kind, int64_t count, int64_t k, const float* ready, Make make) {
+    // `count` normed rows [hidden] as the input of a product; from(row) is where one stands.
+    template <class From>
+    const float* normed_rows(Hands by, int64_t count, const float* weight, From from) {
         bool apart = by.alone || count <= PRIVATE_ROWS;
-        const Desk& d = apart ? desks_[by.tid] : desk(by);
-        Rows rows{ready ? ready : d.input, k, d.integers, d.scale, (int)count};
+        float* out = apart ? desks_[by.tid].input : desk(by).input;
+        int64_t e = m_.hidden;
         auto fill = [&](int64_t begin, int64_t end) {
-            if (!ready)
-                for (int64_t row = begin; row < end; row++) make(row, d.input + row * k);
-            if (kind == I8) quantise(rows, (int)k, (int)begin, (int)end);
+            for (int64_t row = begin; row < end; row++)
+                rms_norm(from(row), weight, (int)e, m_.eps, out + row * e);
         };
         if (apart)
             fill(0, count);
-        else if (!ready || kind == I8)
+        else
             share_rows(by, count, fill);
-        return rows;
+        return out;
     }
-    Rows normed(Hands by, int kind, int64_t count, const float* x, const float* weight) {
-        int64_t e = m_.hidden;
-        return input(by, kind, count, e, nullptr, [&](int64_t row, float* out) {
-            rms_norm(x + row * e, weight, (int)e, m_.eps, out);
-        });
+    const float* normed(Hands by, int64_t count, const float* weight, const float* x) {
+        return normed_rows(by, count, weight, [&](int64_t row) { return x + row * m_.hidden; });
     }
 
     // x += w y, normed first where the model has a norm there.
     void residual(Hands by, const Packed& w, const float* y, int64_t count, const float* norm,
                   float* x) {
-        Rows rows = input(by, w.kind, count, w.k, y, [](int64_t, float*) {});
-        auto nothing = [](int64_t, int64_t) {};
-        if (!norm) return product(by, w, rows, x, true, nothing);
+        if (!norm) return product(by, w, y, count, x, true);
         float* added = desk(by).added;
-        product(by, w, rows, added, false, nothing);
+        product(by, w, y, count, added, false);
         int e = (int)m_.hidden;
         share_rows(by, count, [&](int64_t begin, int64_t end) {
             for (int64_t row = begin; row < end; row++) {
@@ -168,9 +161,9 @@ class Forward {
     }
 
     void qkv(Hands by, const Call& call, const Layer& layer, int64_t first, int64_t count) {
-        Rows rows = normed(by, layer.qkv.kind, count, x_ + first * m_.hidden, layer.attn_norm);
+        const float* x = normed(by, count, layer.attn_norm, x_ + first * m_.hidden);
         float* y = qkv_ + first * columns();
-        product(by, layer.qkv, rows, y, false, [](int64_t, int64_t) {});
+        product(by, layer.qkv, x, count, y, false);
         int heads = (int)m_.heads, kv_heads = (int)m_.kv_heads, dim = (int)m_.dim;
         share_rows(by, count, [&](int64_t begin, int64_t end) {
             for (int64_t row = begin; row < end; row++) {
@@ -190,10 +183,10 @@ class Forward {
         float* x = x_ + first * m_.hidden;
         residual(by, layer.out, attended_ + first * m_.heads * m_.dim, count, layer.post_attn_norm,
                  x);
-        Rows rows = normed(by, layer.gate.kind, count, x, layer.ffn_norm);
+        const float* h = normed(by, count, layer.ffn_norm, x);
         float *gate = desk(by).gate, *up = desk(by).up;
-        product(by, layer.gate, rows, gate, false, [&](int64_t begin, int64_t end) {
-            linear(layer.up, rows, (int)begin, (int)end, up, m_.ffn, false);
+        product(by, layer.gate, h, count, gate, false, [&](int64_t begin, int64_t end) {
+            linear(layer.up, h, m_.hidden, (int)count, (int)begin, (int)end, up, m_.ffn, false);
             int64_t low = begin * PANEL, high = std::min(end * PANEL, m_.ffn);
             for (int64_t at = low; at < count * m_.ffn; at += m_.ffn)
                 activate((int)m_.act, gate + at, up + at, (int)(high - low));
@@ -206,12 +199,10 @@ class Forward {
         for (int64_t first = 0; first < call.wanted; first += HEAD_ROWS) {
             int64_t count = std::min<int64_t>(HEAD_ROWS, call.wanted - first);
             const int32_t* from = call.rows + first;
-            auto make = [&](int64_t row, float* out) {
-                rms_norm(x_ + from[row] * e, m_.final_norm, (int)e, m_.eps, out);
-            };
-            Rows rows = input(by, m_.head.kind, count, e, nullptr, make);
+            const float* x = normed_rows(by, count, m_.final_norm,
+                                         [&](int64_t row) { return x_ + from[row] * e; });
             float* logits = call.logits + first * v;
-            product(by, m_.head, rows, logits, false, [&](int64_t begin, int64_t end) {
+            product(by, m_.head, x, count, logits, false, [&](int64_t begin, int64_t end) {
                 int64_t low = begin * PANEL, high = std::min(end * PANEL, v);
                 if (m_.final_softcap)
                     for (int64_t row = 0; row < count; row++)

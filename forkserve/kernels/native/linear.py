@@ -22,8 +22,6 @@ class Packed(ctypes.Structure):
 
     _fields_ = (
         ("data", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("n", ctypes.c_int),
         ("k", ctypes.c_int),
@@ -42,7 +40,7 @@ class PackedLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights with their scales."""
+        """Bytes of the weights, scales and bias."""
         return sum(array.nbytes for array in self.arrays if array is not None)
 
 
@@ -55,32 +53,21 @@ def pack(
 ) -> PackedLinear:
     """weight [N, K] float32, bias [N] -> the weights in `kind`, one of `KINDS`.
 
-    bfloat16 rounds to nearest even.  int8 takes round(127 * w / max|w|) with a scale a row.
+    bfloat16 rounds to nearest even.  int8 keeps integers in -127..127 with a bfloat16 scale for
+    every 32 weights of a row.
     """
     n, k = weight.shape
     weight = np.ascontiguousarray(weight, np.float32)
-    code, rows = KINDS[kind], -(-n // PANEL) * PANEL
+    sizes = (KINDS[kind], ctypes.c_int64(n), ctypes.c_int64(k))
     library.fs_packed_bytes.restype = ctypes.c_int64
-    data = _large(library.fs_packed_bytes(code, ctypes.c_int64(n), ctypes.c_int64(k)))
-    scale = sums = shift = None
-    if kind == "int8":
-        scale, sums = np.zeros(rows, np.float32), np.zeros(rows, np.int32)
+    data = _large(library.fs_packed_bytes(*sizes))
+    shift = None
     if bias is not None:
-        shift = np.zeros(rows, np.float32)
+        shift = np.zeros(-(-n // PANEL) * PANEL, np.float32)
         shift[:n] = bias
     library.fs_pack.restype = None
-    library.fs_pack(
-        code,
-        pointer(weight),
-        ctypes.c_int64(n),
-        ctypes.c_int64(k),
-        pointer(data),
-        pointer(scale),
-        pointer(sums),
-        threads,
-    )
-    packed = Packed(pointer(data), pointer(scale), pointer(sums), pointer(shift), n, k, code)
-    return PackedLinear(packed, (data, scale, sums, shift))
+    library.fs_pack(sizes[0], pointer(weight), *sizes[1:], pointer(data), threads)
+    return PackedLinear(Packed(pointer(data), pointer(shift), n, k, sizes[0]), (data, shift))
 
 
 def pointer(array: Array | None) -> ctypes.c_void_p | None:

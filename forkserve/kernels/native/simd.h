@@ -38,7 +38,6 @@ FS_INLINE vf load_bf16(const uint16_t* p) {
 FS_INLINE vf load_i8(const int8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
-FS_INLINE vf load_i32(const int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
 FS_INLINE vf fma(vf x, vf y, vf z) { return {_mm512_fmadd_ps(x.a, y.a, z.a)}; }
 FS_INLINE vf operator+(vf x, vf y) { return {_mm512_add_ps(x.a, y.a)}; }
 FS_INLINE vf operator-(vf x, vf y) { return {_mm512_sub_ps(x.a, y.a)}; }
@@ -84,10 +83,6 @@ FS_INLINE __m256 widen_i8_(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 FS_INLINE vf load_i8(const int8_t* p) { return {widen_i8_(p), widen_i8_(p + 8)}; }
-FS_INLINE vf load_i32(const int32_t* p) {
-    return {_mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i*)p)),
-            _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i*)(p + 8)))};
-}
 FS_INLINE vf fma(vf x, vf y, vf z) {
     return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
@@ -141,7 +136,6 @@ FS_INLINE vf load_i8(const int8_t* p) {
              vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))),
              vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
 }
-FS_INLINE vf load_i32(const int32_t* p) { FS_EACH(vcvtq_f32_s32(vld1q_s32(p + 4 * i))); }
 FS_INLINE vf fma(vf x, vf y, vf z) { FS_EACH(vfmaq_f32(z.r[i], x.r[i], y.r[i])); }
 FS_INLINE vf operator+(vf x, vf y) { FS_EACH(vaddq_f32(x.r[i], y.r[i])); }
 FS_INLINE vf operator-(vf x, vf y) { FS_EACH(vsubq_f32(x.r[i], y.r[i])); }
