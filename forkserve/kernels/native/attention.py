@@ -27,6 +27,7 @@ _ERRORS = {
     4: "the write span of work {0} does not follow its context, or lacks pages",
     5: "work {0} and those before it replay more rows than there are scratch rows",
     6: "work {0} has no tokens, or a negative position",
+    7: "out of memory while planning attention",
 }
 
 
@@ -144,9 +145,13 @@ class AttentionPlan:
             kv_heads, group, head_dim, page_size, pages, scratch_page, threads, window
         )
         self.handle: int | None = library.fs_plan_new()
+        if self.handle is None:
+            raise BackendError(_ERRORS[7])
 
     def build(self, tables: Tables) -> None:
         """Plan a batch.  Raises `BackendError` for spans that don't make sense."""
+        if self.handle is None:
+            raise BackendError("this plan is closed")
         where = ctypes.c_int64()
         shape, spans = ctypes.byref(self._shape), ctypes.byref(tables.spans)
         error = self._library.fs_plan_build(self.handle, shape, spans, ctypes.byref(where))
@@ -175,6 +180,7 @@ class AttentionPlan:
 
         q [n, H, D] rotated; fresh: K and V [n, Hk, D], written first.  Returns [n, H, D].
         """
+        q = np.ascontiguousarray(q)
         out = np.empty_like(q)
         k, v = (None, None) if fresh is None else (x.ctypes.data for x in fresh)
         scale = self._shape.dim**-0.5 if scale is None else scale

@@ -4,6 +4,7 @@
 // by neighbours, and what two neighbours have in common says everything about sharing.
 
 #include <algorithm>
+#include <new>
 #include <numeric>
 
 #include "attention.h"
@@ -16,7 +17,7 @@ constexpr int FOLD = 32;          // shared rows below which reading them twice 
 constexpr int UNITS_A_THREAD = 4; // a tile that is a larger share of the batch is cut
 constexpr int READ = 6;           // query vectors whose arithmetic takes as long as reading a row
 
-enum Error { OK, SHAPE, PAGES, CONTEXT, WRITE, SCRATCH, TOKENS };
+enum Error { OK, SHAPE, PAGES, CONTEXT, WRITE, SCRATCH, TOKENS, MEMORY };
 
 // Positions [begin, end) of a work at slots of the pages from `page` on.
 struct Piece {
@@ -229,11 +230,16 @@ class Builder {
             else
                 unit(tile.row, from, end, 0, INT32_MAX, false);
         }
-        plan_.partial.resize(partials * shape_.kv_heads * shape_.group * (shape_.dim + 2));
-        plan_.scratch.resize(shape_.threads * scratch_floats(plan_.vectors));
+        grow(plan_.partial, partials * shape_.kv_heads * shape_.group * (shape_.dim + 2));
+        grow(plan_.scratch, shape_.threads * scratch_floats(plan_.vectors));
         std::sort(plan_.units.begin(), plan_.units.end(), [](const Unit& a, const Unit& b) {
             return a.cost != b.cost ? a.cost > b.cost : a.part < b.part;
         });
+    }
+
+    // Never smaller, so that what is there is not cleared again.
+    static void grow(std::vector<float>& floats, int64_t size) {
+        if (int64_t(floats.size()) < size) floats.resize(size);
     }
 
     // A unit for each split, or several where neighbours have nothing in common.
@@ -338,7 +344,7 @@ class Builder {
 }  // namespace
 }  // namespace fs
 
-fs::Plan* fs_plan_new() { return new fs::Plan; }
+fs::Plan* fs_plan_new() { return new (std::nothrow) fs::Plan; }
 
 void fs_plan_free(fs::Plan* plan) { delete plan; }
 
@@ -355,5 +361,9 @@ void fs_plan_counts(const fs::Plan* plan, int64_t* out) {
 int fs_plan_build(fs::Plan* plan, const fs::PlanShape* shape, const fs::Spans* spans,
                   int64_t* where) {
     plan->shape = *shape;
-    return fs::Builder(*plan, *spans).build(where);
+    try {
+        return fs::Builder(*plan, *spans).build(where);
+    } catch (const std::bad_alloc&) {
+        return fs::MEMORY;
+    }
 }
