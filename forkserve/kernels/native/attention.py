@@ -137,10 +137,8 @@ class AttentionPlan:
         library.fs_plan_free.argtypes = [_POINTER]
         library.fs_plan_build.argtypes = [_POINTER] * 4
         library.fs_plan_counts.argtypes = [_POINTER] * 2
-        library.fs_attend.argtypes = [
-            *(_POINTER, _POINTER, ctypes.c_int64, *[_POINTER] * 4),
-            *(ctypes.c_float, ctypes.c_float),
-        ]
+        numbers = [ctypes.c_float] * 2
+        library.fs_attend.argtypes = [*[_POINTER] * 2, ctypes.c_int64, *[_POINTER] * 4, *numbers]
         self._shape = _Shape(
             kv_heads, group, head_dim, page_size, pages, scratch_page, threads, window
         )
@@ -192,7 +190,7 @@ class AttentionPlan:
 
     def close(self) -> None:
         """Free the plan.  Idempotent."""
-        handle, self.handle = self.handle, None
+        handle, self.handle = getattr(self, "handle", None), None
         if handle is not None:
             self._library.fs_plan_free(handle)
 
