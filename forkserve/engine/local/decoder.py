@@ -5,7 +5,9 @@ Shapes: n rows of the batch, E hidden, H query heads, Hk kv heads, D head size, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,10 @@ __all__ = ["Decoder"]
 # Rows of one pass through the MLP: its buffers stay in cache and are reused by the allocator
 # instead of being mapped afresh, which dominates element-wise work from about 2,048 rows on.
 _MLP_ROWS = 512
+_ACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +40,11 @@ class Layer:
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     out: Linear
+    post_attn_norm: torch.Tensor | None
     ffn_norm: torch.Tensor
     gate_up: Linear
     down: Linear
+    post_ffn_norm: torch.Tensor | None
 
 
 class Decoder:
@@ -54,8 +62,10 @@ class Decoder:
         factors = None
         if source.has("rope_factors"):
             factors = _load(source, "rope_factors", (spec.head_dim // 2,))
-        cos, sin = rope_table(spec.inv_freq(factors), max_context)
-        self.cos, self.sin = cos[:, None], sin[:, None]  # [max_context, 1, D]
+        self.ropes = [  # of each of the spec's tables: cos and sin [max_context, 1, D]
+            rope_table(rope.inv_freq(spec.head_dim, factors), max_context, rope.magnitude)
+            for rope in spec.ropes
+        ]
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, plan: Plan, kv: list[torch.Tensor]
@@ -63,9 +73,11 @@ class Decoder:
         """ids [n], positions [n] -> hidden [n, E] before the last norm; writes kv."""
         spec = self.spec
         heads, kv_heads = spec.heads, spec.kv_heads
-        cos, sin = self.cos[positions], self.sin[positions]
+        turns = [(cos[positions], sin[positions]) for cos, sin in self.ropes]
         x = self.embed[ids].float()
-        for layer, rows in zip(self.layers, kv, strict=True):
+        if spec.embed_scale != 1.0:
+            x *= spec.embed_scale
+        for i, (layer, rows) in enumerate(zip(self.layers, kv, strict=True)):
             h = F.rms_norm(x, (spec.hidden,), layer.attn_norm, spec.eps)
             y = layer.qkv(h).view(x.shape[0], heads + 2 * kv_heads, spec.head_dim)
             qk, v = y[:, : heads + kv_heads], y[:, heads + kv_heads :]
@@ -73,18 +85,30 @@ class Decoder:
                 q = F.rms_norm(qk[:, :heads].float(), (spec.head_dim,), layer.q_norm, spec.eps)
                 k = F.rms_norm(qk[:, heads:].float(), (spec.head_dim,), layer.k_norm, spec.eps)
                 qk = torch.cat([q, k], 1)
-            qk = apply_rope(qk, cos, sin)
+            qk = apply_rope(qk, *turns[spec.rope_of[i]])
             write_kv(rows[:kv_heads], plan.slots, qk[:, heads:])
             write_kv(rows[kv_heads:], plan.slots, v)
-            o = segment_attention(qk[:, :heads].to(self.dtype), rows, plan)
-            x += layer.out(o)
+            q = qk[:, :heads].to(self.dtype)
+            o = segment_attention(
+                q, rows, plan, spec.windows[i], scale=spec.attn_scale, softcap=spec.attn_softcap
+            )
+            x += self._normed(layer.out(o), layer.post_attn_norm)
             self._mlp(layer, x)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [m, E] -> logits [m, V] in float32."""
         spec = self.spec
-        return self.head(F.rms_norm(hidden, (spec.hidden,), self.final_norm, spec.eps)).float()
+        out = self.head(F.rms_norm(hidden, (spec.hidden,), self.final_norm, spec.eps)).float()
+        if spec.final_softcap:
+            out.div_(spec.final_softcap).tanh_().mul_(spec.final_softcap)
+        return out
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """x [n, E], normed in float32 where the model does so before it adds to the residual."""
+        if weight is None:
+            return x
+        return F.rms_norm(x.float(), (self.spec.hidden,), weight, self.spec.eps)
 
     def _mlp(self, layer: Layer, x: torch.Tensor) -> None:
         """x [n, E] += MLP(norm(x)), in place."""
@@ -92,8 +116,8 @@ class Decoder:
         for part in x.split(_MLP_ROWS):
             h = F.rms_norm(part, (spec.hidden,), layer.ffn_norm, spec.eps)
             gate_up = layer.gate_up(h)
-            act = F.silu(gate_up[:, : spec.ffn]).mul_(gate_up[:, spec.ffn :])
-            part += layer.down(act)
+            act = _ACTS[spec.act](gate_up[:, : spec.ffn]).mul_(gate_up[:, spec.ffn :])
+            part += self._normed(layer.down(act), layer.post_ffn_norm)
 
 
 def _load(
@@ -132,7 +156,9 @@ def _load_layer(source: Checkpoint, i: int, dtype: torch.dtype) -> Layer:
         q_norm=vector("q_norm", spec.head_dim) if family.qk_norm else None,
         k_norm=vector("k_norm", spec.head_dim) if family.qk_norm else None,
         out=linear({"o": e}, q),
+        post_attn_norm=vector("post_attn_norm", e) if spec.post_norms else None,
         ffn_norm=vector("ffn_norm", e),
         gate_up=linear({"gate": f, "up": f}, e),
         down=linear({"down": e}, f),
+        post_ffn_norm=vector("post_ffn_norm", e) if spec.post_norms else None,
     )

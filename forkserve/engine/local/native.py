@@ -10,6 +10,7 @@ import torch
 
 from forkserve.engine.local.checkpoint import Checkpoint
 from forkserve.engine.local.kv import PagedKV, runs_of
+from forkserve.engine.local.rotary import Rope
 from forkserve.engine.local.runner import Floats, Ints, Setup
 from forkserve.engine.local.spec import FAMILIES
 from forkserve.errors import BackendError
@@ -47,18 +48,21 @@ class NativeRunner:
             scratch_rows=-(-setup.scratch_rows // setup.page_size) * setup.page_size,
             dtype=_KV_DTYPES[setup.variant],
         )
-        pages = setup.capacity_pages + self.kv.scratch_rows // setup.page_size
-        plan = AttentionPlan(
-            self._library,
-            kv_heads=spec.kv_heads,
-            group=spec.heads // spec.kv_heads,
-            head_dim=spec.head_dim,
-            page_size=setup.page_size,
-            pages=pages,
-            scratch_page=setup.capacity_pages,
-            threads=setup.threads,
-        )
-        self._plans = [plan] * spec.layers
+        plans = {
+            window: AttentionPlan(
+                self._library,
+                kv_heads=spec.kv_heads,
+                group=spec.heads // spec.kv_heads,
+                head_dim=spec.head_dim,
+                page_size=setup.page_size,
+                pages=setup.capacity_pages + self.kv.scratch_rows // setup.page_size,
+                scratch_page=setup.capacity_pages,
+                threads=setup.threads,
+                window=window,
+            )
+            for window in set(spec.windows)
+        }
+        self._plans = [plans[window] for window in spec.windows]
         self._buffer = np.empty((0, spec.vocab), np.float32)
 
     def run(
@@ -136,31 +140,36 @@ class _Loader:
             head_dim=spec.head_dim,
             vocab=spec.vocab,
             eps=spec.eps,
-            attn_scale=spec.head_dim**-0.5,
+            attn_scale=spec.attn_scale,
+            act=spec.act,
+            embed_scale=spec.embed_scale,
+            attn_softcap=spec.attn_softcap,
+            final_softcap=spec.final_softcap,
         )
-        cos, sin = self.rope()
+        turns = [self.rope(table) for table in spec.ropes]
         tied = not self.source.has("head")
         return Forward(
             self.library,
             shape,
-            [self.layer(i, cos, sin) for i in range(spec.layers)],
+            [self.layer(i, *turns[spec.rope_of[i]]) for i in range(spec.layers)],
             final_norm=self.tensor("final_norm", spec.hidden),
             head=self.pack(self.tensor("embed" if tied else "head", spec.vocab, spec.hidden)),
             embed=None if tied else self.embed(),
             threads=setup.threads,
         )
 
-    def rope(self) -> tuple[Floats, Floats]:
+    def rope(self, table: Rope) -> tuple[Floats, Floats]:
         """cos, sin [context, D/2] of float32 angles, the same on every machine.
 
         Vector units differ in the last bit of a float32 cosine; rounded from float64 it is one.
         """
-        spec, factors = self.source.spec, None
+        dim, factors = self.source.spec.head_dim, None
         if self.source.has("rope_factors"):
-            factors = torch.from_numpy(self.tensor("rope_factors", spec.head_dim // 2))
+            factors = torch.from_numpy(self.tensor("rope_factors", dim // 2))
         positions = np.arange(self.setup.context, dtype=np.float32)
-        angle = np.outer(positions, spec.inv_freq(factors).numpy()).astype(np.float64)
-        return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+        angle = np.outer(positions, table.inv_freq(dim, factors).numpy()).astype(np.float64)
+        cos, sin = np.cos(angle) * table.magnitude, np.sin(angle) * table.magnitude
+        return cos.astype(np.float32), sin.astype(np.float32)
 
     def tensor(self, name: str, *shape: int) -> Floats:
         out = np.empty(shape, np.float32)
@@ -208,4 +217,6 @@ class _Loader:
             sin=sin,
             q_norm=self.tensor(f"{i}.q_norm", spec.head_dim) if family.qk_norm else None,
             k_norm=self.tensor(f"{i}.k_norm", spec.head_dim) if family.qk_norm else None,
+            post_attn_norm=self.tensor(f"{i}.post_attn_norm", e) if spec.post_norms else None,
+            post_ffn_norm=self.tensor(f"{i}.post_ffn_norm", e) if spec.post_norms else None,
         )

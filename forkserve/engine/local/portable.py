@@ -25,8 +25,12 @@ def identity(
 ) -> Mapping[str, Any]:
     """Fields of a fingerprint; see `forkserve.engine.protocol.Portable`."""
     config = dataclasses.asdict(spec)
-    rope = dict(config.pop("rope"))
-    rope["theta"] = config.pop("rope_theta")
+    tables = [
+        {"theta": table.theta, "rope_type": table.kind, **dict(table.params)}
+        for table in spec.ropes
+    ]
+    del config["ropes"]
+    rope = {"tables": tables, "of": list(config.pop("rope_of"))}
     config.pop("context")  # a limit, not a number of the model
     kv_dtype = str(runner.kv.dtype).removeprefix("torch.")
     native = runner.kernels == "native"

@@ -28,6 +28,7 @@ class TorchRunner:
 
     def __init__(self, source: Checkpoint, setup: Setup) -> None:
         spec, dtype = source.spec, _DTYPES[setup.variant]
+        self._windows = spec.windows
         self.version = str(torch.__version__)
         with torch.inference_mode():
             self._decoder: Decoder | None = Decoder(source, dtype, setup.context)
@@ -47,7 +48,7 @@ class TorchRunner:
         """See `Runner`."""
         if self._decoder is None:
             raise BackendError("this backend is closed")
-        plan = plan_attention(works, self.kv.page_size, self.kv.capacity_rows)
+        plan = plan_attention(works, self.kv.page_size, self.kv.capacity_rows, self._windows)
         positions = torch.from_numpy(
             np.concatenate([np.arange(w.start, w.start + len(w.tokens)) for w in works])
         )
