@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forkserve.errors import BackendError, ConfigError
 
-__all__ = ["ABI", "available", "load", "supported"]
+__all__ = ["ABI", "Library", "available", "load", "supported"]
 
 ABI = 1  # raised with every change of an exported function or structure
 _FOLDER = Path(__file__).parent
@@ -20,6 +20,12 @@ _NEEDS = {
     "avx2": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"},
     "neon": {"asimd"},
 }
+
+
+class Library(ctypes.CDLL):
+    """A loaded library.  isa: the instruction set it was compiled for."""
+
+    isa: str
 
 
 def supported() -> list[str]:
@@ -37,7 +43,7 @@ def available() -> str | None:
     return None
 
 
-def load(isa: str | None = None) -> ctypes.CDLL:
+def load(isa: str | None = None) -> Library:
     """The library for `isa`, by default FORKSERVE_ISA's, else the best.
 
     Every instruction set gives the same bits.  Raises `ConfigError` for a name that is unknown or
@@ -62,9 +68,9 @@ def load(isa: str | None = None) -> ctypes.CDLL:
 
 
 @functools.cache
-def _open(isa: str) -> ctypes.CDLL:
+def _open(isa: str) -> Library:
     try:
-        library = ctypes.CDLL(str(_file(isa)))
+        library = Library(str(_file(isa)))
     except OSError as error:
         raise BackendError(f"cannot load the native kernels: {error}; build them again") from error
     library.fs_abi.restype = ctypes.c_int
@@ -73,7 +79,7 @@ def _open(isa: str) -> ctypes.CDLL:
             f"{_file(isa)} has version {library.fs_abi()}, this package needs {ABI}; "
             "build it again: python hatch_build.py, or reinstall the package"
         )
-    library.isa = isa  # type: ignore[attr-defined]
+    library.isa = isa
     return library
 
 
