@@ -15,7 +15,7 @@ from benchmarks.measure import ROOT, Options, Report, Span
 from benchmarks.plot import draw
 
 NAMES = (
-    *("fork", "tick", "pages", "decorator", "trees", "trajectories"),
+    *("fork", "tick", "pages", "attention", "decorator", "trees", "trajectories"),
     *("fanout", "ttft", "turns", "speed"),
 )
 

@@ -44,13 +44,13 @@ class Witness:
 
 @pytest.mark.parametrize(("family", "changes"), MODELS)
 def test_fork_commit_evict_restore(
-    checkpoint: Checkpoints, tmp_path: Path, family: str, changes: dict[str, Any]
+    checkpoint: Checkpoints, tmp_path: Path, kernels: str, family: str, changes: dict[str, Any]
 ) -> None:
     model, folder = checkpoint(family, **changes)
     witness = Witness(model)
-    config = tiny_config(capacity_pages=60, prefill_chunk=32)
+    config = tiny_config(capacity_pages=32, prefill_chunk=32)
     store = Store(tmp_path, restore="always")
-    eng = Engine(LocalBackend(config, folder), store=store)
+    eng = Engine(LocalBackend(config, folder, kernels=kernels), store=store)
     prompt = ids(300, 1)  # longer than a stored chunk, and than every window
     h = eng.open(prompt, session="a")
     witness.chose(prompt, list(eng.generate("a", 9, params=GO_ON)))
@@ -90,7 +90,7 @@ def test_fork_commit_evict_restore(
 
     # A new engine, with rows from the store.
     store = Store(tmp_path, restore="always")
-    eng = Engine(LocalBackend(config, folder), store=store)
+    eng = Engine(LocalBackend(config, folder, kernels=kernels), store=store)
     assert eng.resume("a").cached_tokens > 200
     assert eng.tokens("a") == text
     witness.chose(text, list(eng.generate("a", 8, params=GO_ON)))
