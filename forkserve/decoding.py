@@ -12,6 +12,7 @@ from forkserve.control.generation import Generation
 from forkserve.control.guard import Guard
 from forkserve.control.loop import Loop
 from forkserve.control.values import whole
+from forkserve.engine.counts import PathCounts
 from forkserve.errors import ConfigError, NodeError
 from forkserve.inspection import Inspection
 from forkserve.types import GREEDY, NodeMode, SamplingParams, derive_seed
@@ -92,6 +93,10 @@ class Decoding(Inspection):
         if not isinstance(params, SamplingParams):
             raise ConfigError(f"params must be SamplingParams, not {type(params).__name__}")
         core = self._core
+        vocab = self.backend.info.vocab_size
+        wrong = [i for i, _ in params.biases if not 0 <= i < vocab]
+        if wrong:
+            raise ConfigError(f"logit_bias names id {wrong[0]}; the vocabulary has {vocab} ids")
         with core.lock:
             self._loop.check()
             tree = core.tree(session)
@@ -107,6 +112,12 @@ class Decoding(Inspection):
             seed = self._seeds[session] if params.seed is None else params.seed
             if params.seed is None and target.line:
                 seed = derive_seed(seed, target.line)
+            begin = target.length if params.output_start is None else params.output_start
+            if begin > target.length:
+                raise ConfigError(
+                    f"output_start={begin} is beyond the {target.length} tokens of node {target.id}"
+                )
+            counts = PathCounts(tree.tokens(target), begin) if params.counts_tokens else None
             generation = Generation(
                 self._generations,
                 session,
@@ -114,10 +125,11 @@ class Decoding(Inspection):
                 max_tokens,
                 params,
                 seed,
-                self.backend.info.vocab_size,
+                vocab,
                 lambda ids: self.backend.tokenizer.decode_bytes(ids, skip_special=True),
                 partial(self._follow, session),
                 self._cancel,
+                counts,
             )
             generation.started_ms = core.clock.now_ms()
             if max_tokens == 0:

@@ -27,13 +27,15 @@ class Reply:
     end token and those that spell a stop string: they are in the tree.  finish_reason: length,
     eos, stop, context, constraint, or cancelled (also by an abort); of a stream also error, and
     None while it runs.
-    logprobs: one for each token if they were asked for.
+    logprobs: one for each token if they were asked for, of the raw distribution.
+    top_logprobs: for each token the (id, log p) of the likeliest ids, best first.
     """
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None
     logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     def __str__(self) -> str:
         return self.text
@@ -42,7 +44,8 @@ class Reply:
     def of(cls, generation: Generation) -> Reply:
         """The reply so far."""
         reason, tokens = generation.finish_reason, tuple(generation.tokens)
-        return cls(generation.text, tokens, reason, tuple(generation.logprobs))
+        logprobs, top = tuple(generation.logprobs), tuple(generation.top_logprobs)
+        return cls(generation.text, tokens, reason, logprobs, top)
 
 
 def collect(generations: Sequence[Generation]) -> list[Reply]:

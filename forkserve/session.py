@@ -151,6 +151,10 @@ class Session(Speaker):
         """A speculative branch at the tip; see `Branch.fork`."""
         return self.tip.fork(name, text)
 
+    def attempts(self, n: int, name: str = "", text: str | Tokens = ()) -> list[Branch]:
+        """`n` attempts at the tip, for `generate_many`; see `Branch.attempts`."""
+        return self.tip.attempts(n, name, text)
+
     def append(self, text: str | Tokens) -> int:
         """Add known text at the tip; returns the length of the whole sequence in tokens."""
         return self.tip.append(text)

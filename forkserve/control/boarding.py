@@ -123,6 +123,7 @@ class Boarding:
     def _sample_spec(self, task: Task) -> SampleSpec:
         handle = task.generation_handle
         assert handle is not None
+        seen, counts = handle.counts.arrays() if handle.counts is not None else (None, None)
         return SampleSpec(
             params=handle.params,
             seed=handle.seed,
@@ -130,6 +131,8 @@ class Boarding:
             request=handle.number,
             step=len(handle.tokens),
             allowed=handle.allowed,
+            seen=seen,
+            counts=counts,
         )
 
     # ---------------------------------------------------------------- pages

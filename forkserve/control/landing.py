@@ -46,8 +46,7 @@ class Landing:
         self._account(entry, ran)
         owner.used_ms = now
         core.scheduler.ran(task, min(entry.count, task.remaining), now)
-        if out.token is not None:
-            self._take_token(task, out.token, out.logprob, now)
+        self._take_token(task, out, now)
         if not task.done:
             self._move_on(task)
 
@@ -70,9 +69,9 @@ class Landing:
         elif entry.held is not None:
             core.count.committed += entry.count
 
-    def _take_token(self, task: Task, token: int, logprob: float | None, now: float) -> None:
-        core, handle = self.core, task.generation_handle
-        if handle is None or handle.done or not task.target.live:
+    def _take_token(self, task: Task, out: WorkResult, now: float) -> None:
+        core, handle, token = self.core, task.generation_handle, out.token
+        if token is None or handle is None or handle.done or not task.target.live:
             return  # cancelled while it ran: the cancel wins
         task.tree.extend(task.target, (token,))
         task.target.known = task.target.length
@@ -80,9 +79,8 @@ class Landing:
         if handle.first_token_ms is None:
             handle.first_token_ms = now
         try:
-            handle.push(
-                token, logprob if handle.params.logprobs else None, core.backend.info.eos_ids
-            )
+            logprob = out.logprob if handle.params.logprobs else None
+            handle.push(token, logprob, core.backend.info.eos_ids, out.top)
         except BaseException as error:  # of the user's constraint or the tokenizer: theirs alone
             handle.end("error", error)
         if not handle.done and task.target.length >= core.backend.info.max_context:

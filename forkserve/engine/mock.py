@@ -22,7 +22,7 @@ import numpy.typing as npt
 from forkserve.clock import Clock, VirtualClock
 from forkserve.config import ForkServeConfig
 from forkserve.engine.protocol import Tokenizer
-from forkserve.engine.sampling import sample
+from forkserve.engine.sampling import log_p, sample, top_logprobs
 from forkserve.errors import BackendError
 from forkserve.types import Batch, BatchResult, ModelInfo, SampleSpec, Span, Work, WorkResult
 
@@ -226,7 +226,10 @@ class MockBackend:
             last = result.logits if result.logits is not None else self._logits(total_b[-1])
             last = last[-1] if last.ndim == 2 else last
             token, logprob = sample(last, work.sample)
-            result.token, result.logprob = (token if scripted is None else scripted), logprob
+            if scripted is not None and scripted != token:
+                token, logprob = scripted, log_p(last, scripted) if logprob is not None else None
+            result.token, result.logprob = token, logprob
+            result.top = top_logprobs(last, work.sample.params.top_logprobs)
             if not work.logits and not work.all_logits:
                 result.logits = None
         return np.stack([a, b], 1), result

@@ -17,7 +17,7 @@ from forkserve.engine.local.decoder import Decoder
 from forkserve.engine.local.kv import PagedKV
 from forkserve.engine.local.portable import identity
 from forkserve.engine.protocol import Tokenizer
-from forkserve.engine.sampling import sample
+from forkserve.engine.sampling import sample, top_logprobs
 from forkserve.errors import BackendError, ConfigError
 from forkserve.kernels.plan import plan_attention
 from forkserve.types import Batch, BatchResult, ModelInfo, Span, Work, WorkResult
@@ -195,7 +195,9 @@ class LocalBackend:
             elif work.logits:
                 result.logits = logits[high - 1].copy()
             if work.sample is not None:
-                result.token, result.logprob = sample(logits[high - 1], work.sample)
+                row = logits[high - 1]
+                result.token, result.logprob = sample(row, work.sample)
+                result.top = top_logprobs(row, work.sample.params.top_logprobs)
             results.append(result)
         return results
 
