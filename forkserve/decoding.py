@@ -11,6 +11,7 @@ from forkserve.control.core import Core
 from forkserve.control.generation import Generation
 from forkserve.control.guard import Guard
 from forkserve.control.loop import Loop
+from forkserve.control.taking import jump
 from forkserve.control.values import whole
 from forkserve.engine.counts import PathCounts
 from forkserve.errors import ConfigError, NodeError
@@ -136,7 +137,7 @@ class Decoding(Inspection):
                 generation.end("length")
             generation.narrow()
             if not generation.done:
-                core.ensure(tree, target, generation)
+                jump(core, core.ensure(tree, target, generation), core.clock.now_ms())
             return generation
 
     def _follow(self, session: str, done: Callable[[], bool]) -> None:

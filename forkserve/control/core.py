@@ -303,6 +303,7 @@ class Core:
             hits={hit.value: n for hit, n in count.hits.items()},
             refusals=dict(count.refusals),
             decode_steps=count.decode_steps,
+            forced_tokens=count.forced_tokens,
             forward_passes=count.forward_passes,
             copied_rows=count.copied_rows,
             evicted_nodes=count.evicted_nodes,

@@ -69,6 +69,14 @@ class Generation:
         return self.finish_reason is not None
 
     @property
+    def forced(self) -> int | None:
+        """The token that comes next whatever is drawn, if that is known and needs no logits."""
+        allowed = self.allowed
+        if allowed is None or allowed.size != 1 or self.params.logprobs:
+            return None
+        return int(allowed[0])
+
+    @property
     def text(self) -> str:
         return self._stream.text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from forkserve.control.core import Core
 from forkserve.control.flight import Entry, Flight, Ran
+from forkserve.control.taking import take
 from forkserve.control.task import Task
 from forkserve.errors import BackendError, ForkServeError
 from forkserve.tree.rows import missing, rollback, settle
@@ -46,7 +47,7 @@ class Landing:
         self._account(entry, ran)
         owner.used_ms = now
         core.scheduler.ran(task, min(entry.count, task.remaining), now)
-        self._take_token(task, out, now)
+        take(core, task, out, now)
         if not task.done:
             self._move_on(task)
 
@@ -68,26 +69,6 @@ class Landing:
             core.count.speculative += entry.count
         elif entry.held is not None:
             core.count.committed += entry.count
-
-    def _take_token(self, task: Task, out: WorkResult, now: float) -> None:
-        core, handle, token = self.core, task.generation_handle, out.token
-        if token is None or handle is None or handle.done or not task.target.live:
-            return  # cancelled while it ran: the cancel wins
-        task.tree.extend(task.target, (token,))
-        task.target.known = task.target.length
-        core.count.decode_steps += 1
-        if handle.first_token_ms is None:
-            handle.first_token_ms = now
-        try:
-            logprob = out.logprob if handle.params.logprobs else None
-            handle.push(token, logprob, core.backend.info.eos_ids, out.top)
-        except BaseException as error:  # of the user's constraint or the tokenizer: theirs alone
-            handle.end("error", error)
-        if not handle.done and task.target.length >= core.backend.info.max_context:
-            handle.end("context")
-        if handle.done:
-            core.finish(task)
-            core.journal.changed(task.session)
 
     def _move_on(self, task: Task) -> None:
         """After a pass: wait for the next one in the right class, or be finished."""
