@@ -86,6 +86,9 @@ class Boarding:
             owner, begin, end = parts[0]
             stop = fence(owner, begin)
             count = min(tokens, end - begin, (stop or end) - begin)
+        elif task.probing:
+            self._board_probe(flight, task, tokens)
+            return
         elif handle is not None:
             owner, begin, count = target, target.length - 1, 1  # replay for its logits
         else:
@@ -119,6 +122,22 @@ class Boarding:
         flight.batch.works.append(work)
         flight.owners.add(owner)
         flight.entries.append(Entry(task, owner, count, held, work))
+
+    def _board_probe(self, flight: Flight, task: Task, tokens: int) -> None:
+        """The next texts of a probe: works that write nothing, at least one."""
+        probe, target, tree = task.probe, task.target, task.tree
+        assert probe is not None
+        begin = target.length - 1
+        last = tree.tokens(target, begin).tolist()
+        for number in probe.pending():
+            run = [*last, *probe.texts[number]]
+            if flight.entries and len(run) > tokens:
+                return
+            context = spans(tree, target, begin)
+            work = Work(task.session, target.id, run, begin, context, None, logits=True)
+            flight.batch.works.append(work)
+            flight.entries.append(Entry(task, target, len(run), None, work, number))
+            tokens -= len(run)
 
     def _sample_spec(self, task: Task) -> SampleSpec:
         handle = task.generation_handle

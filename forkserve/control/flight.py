@@ -14,13 +14,17 @@ __all__ = ["Entry", "Flight", "Ran"]
 
 @dataclass(slots=True)
 class Entry:
-    """One work of the batch and what has to be done when it lands."""
+    """One work of the batch and what has to be done when it lands.
+
+    text: number of the probe's text that it runs.
+    """
 
     task: Task
     owner: Node
     count: int
     held: Reservation | None
     work: Work
+    text: int | None = None
 
 
 @dataclass(slots=True)

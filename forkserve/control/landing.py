@@ -44,6 +44,8 @@ class Landing:
                 core.publish(task.tree, owner)
             else:
                 rollback(task.tree, entry.held)
+        if entry.text is not None and task.probe is not None and out.logits is not None:
+            task.probe.rows[entry.text] = out.logits
         self._account(entry, ran)
         owner.used_ms = now
         core.scheduler.ran(task, min(entry.count, task.remaining), now)
@@ -76,7 +78,8 @@ class Landing:
         if not task.target.live:
             core.finish(task)
         elif task not in core.scheduler:  # its rows are done, or more than was queued is left
-            if task.generation_handle is None and not missing(task.target, task.end()):
+            idle = task.generation_handle is None and not task.probing
+            if idle and not missing(task.target, task.end()):
                 core.finish(task)
             else:
                 core.requeue(task)
