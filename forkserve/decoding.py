@@ -20,6 +20,10 @@ from forkserve.types import GREEDY, NodeMode, SamplingParams, derive_seed
 
 __all__ = ["Decoding"]
 
+_BEFORE = (
+    16  # tokens in which the beginning of a character that a generation completes is looked for
+)
+
 
 class Decoding(Inspection):
     """The sampling half of `Engine`.  Only committed tips are ever sampled."""
@@ -131,6 +135,7 @@ class Decoding(Inspection):
                 partial(self._follow, session),
                 self._cancel,
                 counts,
+                tree.tokens(target, max(target.length - _BEFORE, 0)),
             )
             generation.started_ms = core.clock.now_ms()
             if max_tokens == 0:

@@ -23,7 +23,8 @@ Dropped = SimpleQueue[Generation]  # generations whose stream was dropped withou
 class Reply:
     """What a generation said.  ``str(reply)`` is its text.
 
-    text: without special tokens, and up to a stop string.  tokens: all that were sampled, also the
+    text: without special tokens, and up to a stop string; if the path before ended inside a
+    character, it begins with that whole character.  tokens: all that were sampled, also the
     end token and those that spell a stop string: they are in the tree.  finish_reason: length,
     eos, stop, context, constraint, or cancelled (also by an abort); of a stream also error, and
     None while it runs.
@@ -97,7 +98,7 @@ class _Following:
 
     def _ready(self) -> bool:
         generation = self._generation
-        return generation is None or generation.done or len(generation.text) > self._seen
+        return generation is None or generation.done or generation.text_length > self._seen
 
     def _take(self) -> str | None:
         """The next piece; None at the end."""

@@ -24,7 +24,8 @@ class Generation:
     """Handle of a generation; `Engine.start` returns it.
 
     tokens: everything sampled, the end token included; they are in the tree as well.
-    text: the decoded tokens without special ones, up to a stop string.
+    text: the decoded tokens without special ones, up to a stop string.  It begins with the whole
+    character that the path before may have ended in.
     finish_reason: None while it runs.
     """
 
@@ -41,6 +42,7 @@ class Generation:
         run_until: Callable[[Callable[[], bool]], None],
         cancel: Callable[[Generation, bool], None],
         counts: PathCounts | None = None,
+        before: Sequence[int] = (),
     ) -> None:
         self.number = number
         self.session = session
@@ -60,7 +62,7 @@ class Generation:
         self.allowed: IntArray | None = None  # ids the constraint permits next
         self.counts = counts  # tokens of the path, for penalties
         self._pieces: list[str] = []
-        self._stream = TextStream(decode_bytes, params.stop)
+        self._stream = TextStream(decode_bytes, params.stop, decode_bytes(before))
         self.wait = run_until  # drive the engine, or wait for it, until a condition holds
         self._cancel = cancel
 
@@ -79,6 +81,11 @@ class Generation:
     @property
     def text(self) -> str:
         return self._stream.text
+
+    @property
+    def text_length(self) -> int:
+        """Characters of `text`, without putting it together."""
+        return self._stream.length
 
     def result(self) -> list[int]:
         """Wait for the end and return the tokens; raises what stopped the generation early."""
