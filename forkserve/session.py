@@ -72,7 +72,6 @@ class Session(Speaker):
         handle = engine.open(_prompt(engine, prompt), prefill=prefill, **options)
         self.engine = engine
         self.id = handle.id
-        self.cached_tokens = handle.cached_tokens
         self._handle = handle
         self._tree = engine.tree(handle.id)
         self._dropped = Dropped()
@@ -122,6 +121,11 @@ class Session(Speaker):
         except SessionError:
             return True
         return False
+
+    @property
+    def cached_tokens(self) -> int:
+        """Rows of the prompt that were not computed for this session; see `SessionHandle`."""
+        return self._handle.cached_tokens
 
     @property
     def tip(self) -> Branch:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from forkserve.control.core import Core
 from forkserve.control.flight import Entry, Flight
 from forkserve.control.pressure import make_room
+from forkserve.control.sharing import share_prompts
 from forkserve.control.spine_care import care
 from forkserve.control.task import Task
 from forkserve.errors import BackendError, OutOfPages
 from forkserve.tree.node import Node
 from forkserve.tree.rows import Reservation, fence, missing, reserve, rollback, spans
-from forkserve.tree.spine import take_prefix
 from forkserve.types import JobClass, SampleSpec, Span, Work
 
 __all__ = ["Boarding"]
@@ -44,6 +44,7 @@ class Boarding:
             if task.held and task.wake_ms and (wake or task.wake_ms <= now):
                 task.held, task.wake_ms = task.parked, 0.0
         self._force_preempt()
+        share_prompts(core)
         plan = core.scheduler.plan(now, core.backend.predict_ms)
         for job, reason in plan.dropped:
             assert isinstance(job, Task)
@@ -76,9 +77,6 @@ class Boarding:
     def _board(self, flight: Flight, task: Task, tokens: int) -> None:
         """Add one task's next rows to the batch, or finish, park or drop the task."""
         core, tree, target = self.core, task.tree, task.target
-        bare = target.parent is None and target.evicted and core.config.prefix_index
-        if bare and take_prefix(tree, core.index):
-            core.requeue(task)  # less is left than it was queued for
         parts = missing(target, task.end())
         handle = task.generation_handle
         held: Reservation | None = None
@@ -223,7 +221,8 @@ class Boarding:
             task.parked = task.held = False
         task.privileged = True
         decodes = task.kind is JobClass.DECODE
-        self._board(flight, task, 1 if decodes else core.config.prefill_chunk)
+        chunk = min(core.config.prefill_chunk, core.scheduler.recovery.room)
+        self._board(flight, task, 1 if decodes else chunk)
 
     def _preempt_younger(self, flight: Flight, task: Task) -> bool:
         """Take the rows of the youngest generation that started after `task`."""

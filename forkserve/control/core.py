@@ -223,6 +223,8 @@ class Core:
         """Book-keeping for a node whose rows are about to go."""
         if node.segments:
             self.count.evicted_nodes += 1
+        if node.parent is None:
+            tree.reached = max(tree.reached, node.kv_end)
         self.count.wasted += node.speculated
         node.speculated = 0
         task = self.tasks.get((tree.session, node.id))
@@ -318,6 +320,7 @@ class Core:
             decode_steps=count.decode_steps,
             forced_tokens=count.forced_tokens,
             forward_passes=count.forward_passes,
+            failed_passes=count.failed_passes,
             copied_rows=count.copied_rows,
             evicted_nodes=count.evicted_nodes,
             preemptions=count.preemptions,

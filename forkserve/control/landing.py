@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from forkserve.control.core import Core
 from forkserve.control.flight import Entry, Flight, Ran
 from forkserve.control.taking import take
@@ -11,6 +13,8 @@ from forkserve.tree.rows import missing, rollback, settle
 from forkserve.types import BatchResult, JobClass, NodeMode, WorkResult
 
 __all__ = ["Landing"]
+
+_log = logging.getLogger(__name__)
 
 
 class Landing:
@@ -31,6 +35,7 @@ class Landing:
                 self._land_one(entry, out, ran, now)
             except Exception as error:
                 core.finish(entry.task, _wrapped(error))
+        core.scheduler.recovery.went_well()
         self._note_miss(flight, result.elapsed_ms, now)
         core.speculated += ran.speculative
         core.changed.notify_all()
@@ -95,17 +100,63 @@ class Landing:
                 core.meter.miss(tenant, late, now)
                 core.count.tbt_misses += late
 
+    def failed(self, flight: Flight, error: Exception) -> None:
+        """The backend failed: the batch is tried again smaller, or its works end with the error.
+
+        Without memory it is halved until one row does not fit.  Of the works of several callers
+        each is run alone, so that only the one at fault fails.  What has nobody waiting for it, and
+        a work that failed alone, ends at once.
+        """
+        core, rows = self.core, sum(entry.count for entry in flight.entries)
+        committed = [e for e in flight.entries if e.task.kind is not JobClass.SPEC]
+        divisible = len(flight.entries) > 1 or any(e.held and e.count > 1 for e in flight.entries)
+        if _out_of_memory(error) and divisible:
+            _log.warning("no memory for a batch of %d rows: %r; it is tried smaller", rows, error)
+            self._undo(flight)
+            core.scheduler.recovery.shrink(rows // 2)
+        elif len({entry.task for entry in committed}) > 1:
+            _log.warning("a batch of %d works failed: %r; each runs alone", len(committed), error)
+            self._undo(flight)
+            for entry in flight.entries:
+                if entry.task.kind is JobClass.SPEC:
+                    core.finish(entry.task, _wrapped(error))
+            core.scheduler.recovery.suspect([entry.task for entry in committed])
+        else:
+            return self.crash(flight, error)
+        core.count.failed_passes += 1
+
     def crash(self, flight: Flight, error: BaseException) -> None:
-        """The pass failed: nothing of it counts, its tasks end with the error."""
+        """Nothing of the pass counts, and its tasks end with the error."""
+        self._undo(flight)
+        for entry in flight.entries:
+            self.core.finish(entry.task, _wrapped(error))
+        self.core.count.failed_passes += 1
+
+    def _undo(self, flight: Flight) -> None:
+        """Give back what was reserved; the tasks stay queued as they were."""
         core = self.core
         core.in_flight = set()
         self._unpin(flight)
         for entry in reversed(flight.entries):
             if entry.held is not None:
                 rollback(entry.task.tree, entry.held)
-        for entry in flight.entries:
-            core.finish(entry.task, _wrapped(error))
         core.changed.notify_all()
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Of the machine or the device; the pool's own shortage is no failure of a pass."""
+    if isinstance(error, ForkServeError):
+        return False
+    named = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+    said = str(error).lower()
+    return (
+        isinstance(error, MemoryError)
+        or named
+        or (
+            isinstance(error, RuntimeError)
+            and ("out of memory" in said or "allocate memory" in said)
+        )
+    )
 
 
 def _wrapped(error: BaseException) -> ForkServeError:

@@ -17,61 +17,16 @@ from math import ceil, inf
 
 from forkserve.config import ForkServeConfig
 from forkserve.control.fairness import FairMeter
+from forkserve.control.jobs import Job, TickPlan, one_for_each_page
+from forkserve.control.recovery import Recovery
 from forkserve.errors import AdmissionRefused, ConfigError
-from forkserve.types import JobClass, WorkKind
+from forkserve.types import JobClass
 
 __all__ = ["Job", "Scheduler", "TickPlan"]
 
 PredictMs = Callable[[int, int], float]
 
 _PREFILL = (JobClass.TAIL, JobClass.ROOT)  # of committed work
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Job:
-    """Tokens to run at a node, in order.  `ran` moves `remaining`, `attained` and `context` on.
-
-    The owner may recount `remaining` and turn one committed class into another while the job is
-    queued (a tail whose rows are complete becomes a generation), but never SPEC.
-
-    remaining: tokens left; of a DECODE, tokens still to generate.  parent, generation: for SPEC,
-    the node whose commit makes it stale, and that node's generation when it was admitted.
-    gain, cost: G and C in ms.  chunk: tokens of one speculative chunk, at most.  deadline_ms: when
-    a SPEC job is of no use any more.  attained: tokens served.  held: in flight or waiting for
-    pages, skip it.  context: rows before the next token.  work: certainty of a SPEC job.
-    """
-
-    session: str
-    node: int
-    tenant: str
-    kind: JobClass
-    remaining: int
-    submitted_ms: float
-    parent: int | None = None
-    generation: int = 0
-    gain: float = 0.0
-    cost: float = 0.0
-    chunk: int = 0
-    deadline_ms: float | None = None
-    attained: float = 0.0
-    held: bool = False
-    context: int = 0
-    work: WorkKind = WorkKind.KNOWN
-
-
-@dataclass(frozen=True, slots=True)
-class TickPlan:
-    """Grants of one tick, in order, at most one per node.
-
-    saturated: there was no room for speculation, whether or not any was queued.
-    dropped: SPEC jobs that left the queue while planning, with the reason.
-    """
-
-    items: list[tuple[Job, int]]
-    committed_tokens: int
-    speculative_tokens: int
-    saturated: bool
-    dropped: list[tuple[Job, str]]
 
 
 @dataclass(slots=True)
@@ -98,6 +53,7 @@ class Scheduler:
         self._nodes: dict[str, dict[int, list[Job]]] = {}  # session -> node -> jobs in line
         self._programs: dict[str, _Program] = {}
         self._decoded_ms: dict[str, float] = {}  # session -> time of its last token
+        self.recovery = Recovery(config.max_batch_tokens)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -234,6 +190,8 @@ class Scheduler:
         ]
         dropped = [(job, "deadline") for job in self._cancel(late)]
         committed, spec = self._ready()
+        if (alone := self.recovery.alone(committed)) is not None:
+            committed, spec = [alone], []
         grants, budget = self._committed_grants(committed, now_ms)
         tick = _Tick(predict_ms, list(grants.items()))
         works = self.config.max_batch_works - len(grants)
@@ -286,8 +244,8 @@ class Scheduler:
                 kind = JobClass.TAIL
             return kind, counters[job.tenant], due_ms, job.attained, self._order[job]
 
-        jobs = sorted(jobs, key=place)[: config.max_batch_works]
-        budget = config.max_batch_tokens
+        jobs = one_for_each_page(sorted(jobs, key=place))[: config.max_batch_works]
+        budget = self.recovery.room
         grants: dict[Job, int] = {}
         for job in jobs:
             sure = min(self._rate_tokens(job), job.remaining, budget)

@@ -55,6 +55,8 @@ class ContextTree:
         self.dead: list[Node] = []  # aborted lazily: pages still held
         self.next_id = ROOT
         self.next_line = MAIN_LINE + 1
+        self.cached = 0  # rows of the root that other sessions had computed
+        self.reached = 0  # rows that the root had before they were evicted
 
     # ---------------------------------------------------------------- look-up
 
