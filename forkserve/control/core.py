@@ -81,7 +81,11 @@ class Core:
 
     def owned(self) -> bool:
         """True if this very thread holds the lock already."""
-        return bool(self.changed._is_owned())  # type: ignore[attr-defined]
+        try:
+            self.changed.notify(0)  # wakes nobody, and raises unless this thread holds the lock
+        except RuntimeError:
+            return False
+        return True
 
     def tree(self, session: str) -> ContextTree:
         """The tree of an open session, or a SessionError."""

@@ -11,7 +11,8 @@ Everything is keyed by (session, node): node ids restart in every session.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from math import ceil, inf
 
@@ -50,6 +51,8 @@ class Scheduler:
         self._order: dict[Job, int] = {}  # every queued job, and its place in line
         self._placed = 0
         self._spec: set[Job] = set()  # those that came as speculation
+        self._real: set[Job] = set()  # the others
+        self._shapes: Counter[tuple[int, int]] | None = None  # of speculation, while none changes
         self._nodes: dict[str, dict[int, list[Job]]] = {}  # session -> node -> jobs in line
         self._programs: dict[str, _Program] = {}
         self._decoded_ms: dict[str, float] = {}  # session -> time of its last token
@@ -64,7 +67,22 @@ class Scheduler:
     @property
     def decoding(self) -> bool:
         """A generation is queued or running."""
-        return any(job.kind is JobClass.DECODE for job in self._order)
+        return any(job.kind is JobClass.DECODE for job in self._real)
+
+    def backlog(self, session: str, without: Collection[int]) -> Counter[tuple[int, int]]:
+        """How many queued SPEC jobs there are of each (remaining, context).
+
+        Those at the nodes `without` of a session are left out.  Kept from call to call, as siblings
+        are mostly of one shape.
+        """
+        if self._shapes is None:
+            self._shapes = Counter((job.remaining, job.context) for job in self._spec)
+        shapes = self._shapes.copy()
+        for node in without:
+            for job in self._nodes.get(session, {}).get(node, ()):
+                if job in self._spec:
+                    shapes[job.remaining, job.context] -= 1
+        return +shapes
 
     def jobs(self, kind: JobClass | None = None) -> list[Job]:
         """Queued jobs in order of arrival, of one class or of all."""
@@ -106,7 +124,10 @@ class Scheduler:
         self._nodes.setdefault(job.session, {}).setdefault(job.node, []).append(job)
         if spec:
             self._spec.add(job)
+            if self._shapes is not None:
+                self._shapes[job.remaining, job.context] += 1
         else:
+            self._real.add(job)
             self.meter.arrive(job.tenant)
             program = self._programs.setdefault(job.session, _Program(job.submitted_ms))
             program.jobs += 1
@@ -123,7 +144,9 @@ class Scheduler:
                 del self._nodes[job.session]
         if job in self._spec:
             self._spec.remove(job)
+            self._shapes = None
         else:
+            self._real.remove(job)
             self.meter.leave(job.tenant)
             program = self._programs[job.session]
             program.jobs -= 1
@@ -158,6 +181,7 @@ class Scheduler:
         if not 0 <= tokens <= job.remaining:
             raise ConfigError(f"a job with {job.remaining} tokens left cannot have run {tokens}")
         self.meter.serve(job.tenant, job.kind, tokens)
+        self._shapes = None
         job.remaining -= tokens
         job.attained += tokens
         job.context += tokens
@@ -182,12 +206,10 @@ class Scheduler:
         self.meter.tick()
         late = [
             job
-            for job in self._order
-            if job in self._spec
-            and job.deadline_ms is not None
-            and now_ms >= job.deadline_ms
-            and not job.held
+            for job in self._spec
+            if job.deadline_ms is not None and now_ms >= job.deadline_ms and not job.held
         ]
+        late.sort(key=self._order.__getitem__)
         dropped = [(job, "deadline") for job in self._cancel(late)]
         committed, spec = self._ready()
         if (alone := self.recovery.alone(committed)) is not None:
@@ -196,7 +218,7 @@ class Scheduler:
         tick = _Tick(predict_ms, list(grants.items()))
         works = self.config.max_batch_works - len(grants)
         unfinished = any(
-            job.remaining > grants.get(job, 0) for job in self._order if job.kind in _PREFILL
+            job.remaining > grants.get(job, 0) for job in self._real if job.kind in _PREFILL
         )
         committed_tokens = tick.tokens
         saturated = unfinished or not self._speculate(spec, tick, budget, works)

@@ -38,11 +38,12 @@ def share_prompts(core: Core) -> None:
 
 def _take(core: Core, task: Task) -> None:
     """Published pages for the task's root."""
-    tree = task.tree
-    before = tree.root.kv_end
+    tree, size = task.tree, core.config.page_size
+    before = tree.root.published * size
     if not take_prefix(tree, core.index):
         return
-    fresh = max(tree.root.kv_end - max(before, tree.reached), 0)
+    had = max(before, -(-tree.reached // size) * size)
+    fresh = max(tree.root.kv_end - had, 0)
     tree.cached += fresh
     core.count.cached_tokens += fresh  # what comes back after an eviction is no hit
     task.refresh()

@@ -23,7 +23,7 @@ from forkserve.clock import Clock, VirtualClock
 from forkserve.config import ForkServeConfig
 from forkserve.engine.protocol import Tokenizer
 from forkserve.engine.sampling import log_p, sample, top_logprobs
-from forkserve.errors import BackendError
+from forkserve.errors import BackendError, ConfigError
 from forkserve.types import Batch, BatchResult, ModelInfo, SampleSpec, Span, Work, WorkResult
 
 __all__ = ["ByteTokenizer", "MockBackend"]
@@ -123,7 +123,14 @@ class MockBackend:
         self._fail_next: Exception | None = None
         shape = (self.config.capacity_pages, self.config.page_size, 2)
         self._poison = np.random.default_rng(self.config.seed ^ 0x5EED)
-        self._rows: U64 = np.empty(shape, np.uint64)  # [pages, P, (a, b)]
+        try:
+            self._rows: U64 = np.empty(shape, np.uint64)  # [pages, P, (a, b)]
+        except (MemoryError, ValueError) as error:
+            rows = self.config.capacity_pages * self.config.page_size
+            raise ConfigError(
+                f"capacity_pages={self.config.capacity_pages} of {self.config.page_size} tokens "
+                f"need {16 * rows / 2**30:.4g} GiB, which cannot be had ({error}); lower it"
+            ) from error
         self._fresh = np.ones(shape[0], bool)  # pages whose slots were never poisoned
         self._ids_row: U64 = np.arange(vocab_size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 

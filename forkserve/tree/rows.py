@@ -191,6 +191,7 @@ def settle(tree: ContextTree, held: Reservation) -> None:
         segment.sealed = True  # forked here before the rows were written, or while they were
     if held.node.mode is NodeMode.SPEC:
         held.node.speculated += held.count
+        tree.note_guess(held.node)
 
 
 def rollback(tree: ContextTree, held: Reservation) -> None:
