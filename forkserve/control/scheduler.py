@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from forkserve.config import ForkServeConfig
+from forkserve.control.costs import least_chunk
 from forkserve.control.fairness import FairMeter
 from forkserve.control.jobs import Job, TickPlan, one_for_each_page
 from forkserve.control.recovery import Recovery
@@ -313,9 +314,9 @@ class Scheduler:
                 break
             want = min(job.chunk, job.remaining, budget)
             fit = self._fit(job, want, tick, limit)
-            if not fit and alone and len(tick.items) == before:
+            if fit < want and alone and len(tick.items) == before:
                 # A machine too slow for the SLO must still get on when nothing else runs.
-                fit = min(config.page_size, want)
+                fit = max(fit, min(want, self._least(job, tick)))
             if fit:
                 tick.add(job, fit)
                 budget -= fit
@@ -338,6 +339,15 @@ class Scheduler:
                 high = pages - 1
         return low * size
 
+    def _least(self, job: Job, tick: _Tick) -> int:
+        """Tokens of a speculative chunk that runs alone, at least."""
+        size = self.config.page_size
+        most = self.config.c_spec // size
+        if self.decoding:
+            return size
+        slo_ms = self.config.ttft_slo_ms
+        return size * least_chunk(tick.predict_ms, size, most, job.context, slo_ms)
+
     def _of_session(self, session: str) -> Iterator[Job]:
         for queue in self._nodes.get(session, {}).values():
             yield from queue
@@ -352,7 +362,7 @@ class _Tick:
     """A step being put together: its items, tokens and mean context."""
 
     def __init__(self, predict_ms: PredictMs, items: list[tuple[Job, int]]) -> None:
-        self._predict_ms = predict_ms
+        self.predict_ms = predict_ms
         self.items = items
         self.tokens = sum(tokens for _, tokens in items)
         self._rows = sum(tokens * job.context for job, tokens in items)  # sum of contexts
@@ -361,7 +371,7 @@ class _Tick:
         """Predicted ms of the step, with `tokens` of one more job."""
         total = self.tokens + tokens
         rows = self._rows + (tokens * job.context if job else 0)
-        return self._predict_ms(total, rows // total)
+        return self.predict_ms(total, rows // total)
 
     def add(self, job: Job, tokens: int) -> None:
         self.items.append((job, tokens))
