@@ -17,6 +17,7 @@ from forkserve.control.task import Task
 from forkserve.errors import BackendError, OutOfPages
 from forkserve.tree.node import Node
 from forkserve.tree.rows import Reservation, fence, missing, reserve, rollback, spans
+from forkserve.tree.runs import goes_on, prolong
 from forkserve.types import JobClass, SampleSpec, Span, Work
 
 __all__ = ["Boarding"]
@@ -98,12 +99,15 @@ class Boarding:
             held = self._reserve(flight, task, owner, begin, count)
             if held is None:
                 return
-        last = handle is not None and owner is target and begin + count == target.length
+        more = self._prolong(flight, task, parts, held, tokens) if held is not None else []
+        end = begin + count + sum(below.count for below in more)
+        bottom = more[-1].node if more else owner
+        last = handle is not None and bottom is target and end == target.length
         try:
             work = Work(
                 session=task.session,
-                node=owner.id,
-                tokens=tree.tokens(owner, begin, begin + count),
+                node=bottom.id,
+                tokens=tree.tokens(bottom, begin, end),
                 start=begin,
                 context=spans(tree, owner, begin),
                 write=held.write if held is not None else None,
@@ -111,15 +115,42 @@ class Boarding:
                 speculative=task.kind is JobClass.SPEC,
             )
         except BaseException:
-            if held is not None:
-                rollback(tree, held)
+            for one in [*reversed(more), *([held] if held is not None else [])]:
+                rollback(tree, one)
             raise
         if held is not None:
             flight.batch.copies.extend(held.copies)
             core.count.copied_rows += sum(copy.rows for copy in held.copies)
         flight.batch.works.append(work)
-        flight.owners.add(owner)
-        flight.entries.append(Entry(task, owner, count, held, work))
+        flight.owners.update([owner, *(below.node for below in more)])
+        flight.entries.append(Entry(task, owner, end - begin, held, work, more=more))
+
+    def _prolong(
+        self,
+        flight: Flight,
+        task: Task,
+        parts: Sequence[tuple[Node, int, int]],
+        held: Reservation,
+        tokens: int,
+    ) -> list[Reservation]:
+        """Rows of committed nodes below the first one, while they fit the same pass."""
+        more: list[Reservation] = []
+        left, last = tokens - held.count, held
+        if task.kind is JobClass.SPEC or parts[0][2] != held.begin + held.count:
+            return more
+        for node, begin, end in parts[1:]:
+            if left < 1 or node in flight.owners or not goes_on(last, node, begin):
+                break
+            stop = fence(node, begin) or end
+            count = min(left, end - begin, stop - begin)
+            below = prolong(task.tree, held, last, node, count)
+            if below is None:
+                break
+            more.append(below)
+            left, last = left - count, below
+            if begin + count != end:
+                break
+        return more
 
     def _board_probe(self, flight: Flight, task: Task, tokens: int) -> None:
         """The next texts of a probe: works that write nothing, at least one."""

@@ -10,6 +10,7 @@ from forkserve.control.taking import take
 from forkserve.control.task import Task
 from forkserve.errors import BackendError, ForkServeError
 from forkserve.tree.rows import missing, rollback, settle
+from forkserve.tree.spine import trim
 from forkserve.types import BatchResult, JobClass, NodeMode, WorkResult
 
 __all__ = ["Landing"]
@@ -43,12 +44,18 @@ class Landing:
 
     def _land_one(self, entry: Entry, out: WorkResult, ran: Ran, now: float) -> None:
         core, task, owner = self.core, entry.task, entry.owner
-        if entry.held is not None:
-            if entry.held.segment in owner.segments and owner.live:
-                settle(task.tree, entry.held)
-                core.publish(task.tree, owner)
-            else:
-                rollback(task.tree, entry.held)
+        for held in reversed(entry.reservations()):  # a table below goes before the one it shares
+            node = held.node
+            if held.segment not in node.segments or not node.live:
+                rollback(task.tree, held)
+        for held in entry.reservations():
+            if held.segment in held.node.segments and held.node.live:
+                settle(task.tree, held)
+                core.publish(task.tree, held.node)
+                held.node.used_ms = now
+        for held in entry.more:
+            if held.node.live and held.node.parent is not None:
+                trim(task.tree, held.node.parent)  # a sole child has the page to itself
         if entry.text is not None and task.probe is not None and out.logits is not None:
             task.probe.rows[entry.text] = out.logits
         self._account(entry, ran)
@@ -138,8 +145,8 @@ class Landing:
         core.in_flight = set()
         self._unpin(flight)
         for entry in reversed(flight.entries):
-            if entry.held is not None:
-                rollback(entry.task.tree, entry.held)
+            for held in reversed(entry.reservations()):
+                rollback(entry.task.tree, held)
         core.changed.notify_all()
 
 

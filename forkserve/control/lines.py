@@ -171,6 +171,10 @@ def abort(core: Core, tree: ContextTree, node: Node, *, lazy: bool, cascade: boo
 
 
 def _trim(tree: ContextTree, node: Node) -> int:
-    """Give back a tail that the only child, on the same line, has copied; returns pages freed."""
-    whole = all(child.alias_len >= node.kv_end for child in node.children.values())
-    return trim(tree, node) if committed(node) and whole else 0
+    """Give back a tail that the only child, of the same line, has copied; returns pages freed.
+
+    Not to a guess, which may be dropped with its copy.
+    """
+    children = node.children.values()
+    sure = all(committed(child) and child.alias_len >= node.kv_end for child in children)
+    return trim(tree, node) if committed(node) and sure else 0

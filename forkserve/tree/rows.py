@@ -26,6 +26,7 @@ __all__ = [
     "missing",
     "release",
     "reserve",
+    "resident",
     "rollback",
     "settle",
     "spans",
@@ -170,7 +171,7 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
         source = before.pages[(begin - before.start) // size]
         copies.append(RowCopy(source, 0, fresh[0], 0, rest))
     node.segments.append(segment)
-    _resident(node)
+    resident(node)
     write = Span(segment.key, segment.pages, begin, count, begin - start)
     return Reservation(node, segment, begin, count, write, copies, fresh, created=True)
 
@@ -261,12 +262,12 @@ def _grow(tree: ContextTree, node: Node, segment: Segment, begin: int, count: in
             kept[-1] = fresh[0]
             tree.epoch += 1
         segment.pages = kept + fresh[borrowed:]
-    _resident(node)
+    resident(node)
     write = Span(segment.key, segment.pages, begin, count, begin - segment.start)
     return Reservation(node, segment, begin, count, write, copies, fresh, dropped, before)
 
 
-def _resident(node: Node) -> None:
+def resident(node: Node) -> None:
     """The node is about to have rows: it and what is above it count as present again."""
     node.evicted = False
     for above in node.ancestors():
