@@ -38,7 +38,8 @@ class Reservation:
     """Rows promised to one work, until the batch has run.
 
     fresh: pages allocated for it.  dropped: pages that lose this table's reference on success.
-    before: the page list to go back to on failure; created: the segment did not exist before.
+    before, sealed: the page list and the seal to go back to on failure.  created: the segment did
+    not exist before.
     """
 
     node: Node
@@ -51,6 +52,7 @@ class Reservation:
     dropped: list[int] = field(default_factory=list)
     before: list[int] = field(default_factory=list)
     created: bool = False
+    sealed: bool = False
 
 
 def missing(node: Node, upto: int) -> list[tuple[Node, int, int]]:
@@ -148,10 +150,10 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
     """
     pool, size = tree.pool, tree.pool.page_size
     last = node.segments[-1] if node.segments else None
-    if last is not None and last.sealed and not last.shared and not _watched(node, last):
-        last.sealed = False
-    if last is not None and not last.sealed:
-        return _grow(tree, node, last, begin, count)
+    if last is not None and (not last.sealed or not (last.shared or _watched(node, last))):
+        held = _grow(tree, node, last, begin, count)
+        held.sealed, last.sealed = last.sealed, False
+        return held
     before = last if last is not None else _segment_at(node.parent, begin)
     rest = (begin - before.start) % size if before is not None else 0
     # A child that forked before this node had a row must not see its page: it would be written.
@@ -205,7 +207,7 @@ def rollback(tree: ContextTree, held: Reservation) -> None:
         if held.created:
             node.segments.remove(segment)
         else:
-            segment.pages = held.before
+            segment.pages, segment.sealed = held.before, segment.sealed or held.sealed
         tree.pool.decref(fresh)
 
 
@@ -241,6 +243,8 @@ def cut(tree: ContextTree, node: Node, position: int) -> int:
         page = segment.pages[-1]
         if pool.refs[page] == 1:
             pool.valid[page] = position - segment.start - (keep - 1) * pool.page_size
+        else:
+            segment.sealed = True  # on another table as well: whoever goes on copies its rows
     tree.epoch += 1
     return freed
 

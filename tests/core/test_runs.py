@@ -8,6 +8,8 @@ import pytest
 
 from forkserve import Engine
 from forkserve.engine import MockBackend
+from forkserve.errors import OutOfPages
+from forkserve.tree.rows import reserve
 
 from .harness import (
     assert_nothing_left,
@@ -166,6 +168,38 @@ def test_random_trees_come_back_in_any_pool(seed: int) -> None:
             eng.abort(s, tip)
             eng.check()
     assert_same_as_cold(eng, s)
+    assert_nothing_left(eng)
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_line_is_taken_back_into_a_page_of_several_nodes(cut: int) -> None:
+    eng = engine(prefix_index=False, capacity_pages=128)
+    s, nodes = chain(eng, [1, 2, 5, 4])
+    for n in nodes[:-1]:  # siblings, so that every node keeps its own rows
+        eng.attempt(s, eng.fork(s, n, "k", [95]))
+    assert_same_as_cold(eng, s)
+    eng.commit(s, eng.tip(s), [99], at=len(PROMPT) + cut)
+    eng.check()
+    assert_same_as_cold(eng, s)
+    assert_nothing_left(eng)
+
+
+def test_pages_run_out_behind_a_shared_page() -> None:
+    """A row that cannot be reserved leaves the seal as it was."""
+    eng = engine(prefix_index=False, capacity_pages=5)
+    s, nodes = chain(eng, [1, 1, 1])
+    eng.attempt(s, eng.fork(s, nodes[1], "k", [95]))
+    eng.generate(s, 1)
+    with core(eng).lock:
+        pages = core(eng).pool.alloc(core(eng).pool.free_pages)
+        try:
+            reserve(eng.tree(s), node(eng, s, nodes[-1]), node(eng, s, nodes[-1]).kv_end, 1)
+        except OutOfPages:
+            pass
+        finally:
+            core(eng).pool.decref(pages)
+    eng.check()
+    assert_same_as_cold(eng, s, 1)
     assert_nothing_left(eng)
 
 
