@@ -20,9 +20,7 @@ from forkserve.types import GREEDY, NodeMode, SamplingParams, derive_seed
 
 __all__ = ["Decoding"]
 
-_BEFORE = (
-    16  # tokens in which the beginning of a character that a generation completes is looked for
-)
+_BEFORE = 16  # tokens of the path that may hold the beginning of a character still to complete
 
 
 class Decoding(Inspection):

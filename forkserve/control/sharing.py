@@ -24,6 +24,8 @@ def share_prompts(core: Core) -> None:
     size = core.config.page_size
     for task in list(core.tasks.values()):
         task.page = None
+        if task.kind is JobClass.DECODE:
+            continue  # one row is missing at most
         root = task.tree.root
         if task.held or (root.length - 1) // size <= root.kv_end // size:
             continue  # not a whole page is left that could be shared
