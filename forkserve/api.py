@@ -104,7 +104,8 @@ class Engine(Keeping):
     ) -> SessionHandle:
         """Start a session whose root holds `tokens` (text is encoded by the model's tokenizer).
 
-        The longest published prefix is taken by reference (`SessionHandle.cached_tokens`).
+        The longest published prefix is taken by reference (`SessionHandle.cached_tokens`), and
+        what another session is computing at this moment is waited for rather than computed twice.
         salt: sessions share prefixes only within one salt; defaults to the tenant's name.
         seed: root of the session's random draws; defaults to one per session, from config.seed.
         prefill: wait for the rest to be computed; False leaves it to the first use.
@@ -143,20 +144,22 @@ class Engine(Keeping):
             self._seeds[name] = (
                 derive_seed(self.config.seed, self._opened) if seed is None else seed
             )
-            cached = take_prefix(tree, core.index) if self.config.prefix_index else 0
-            core.count.cached_tokens += cached
+            if self.config.prefix_index:
+                tree.cached = take_prefix(tree, core.index)
+                core.count.cached_tokens += tree.cached
+            restored = 0
             if self._journal is not None:
                 self._journal.opened(tree, self._seeds[name])
         try:
             if prefill and self.store is not None:
-                cached += self._bring_back(tree, root).tokens
+                restored = self._bring_back(tree, root).tokens
             if prefill:
                 self._complete(tree, root)
         except BaseException:
             self.close(name)
             raise
         self._saved(name, now=True)
-        return SessionHandle(self, tree, cached)
+        return SessionHandle(self, tree, restored)
 
     def _next_name(self) -> str:
         """An id for a session that was given none."""

@@ -8,6 +8,7 @@ from forkserve.control.commit import CommitResult
 from forkserve.control.generation import Generation
 from forkserve.control.lines import require_known
 from forkserve.control.speculation import Speculation
+from forkserve.control.values import whole
 from forkserve.errors import ConfigError, NodeError
 from forkserve.reply import Speaker
 from forkserve.tree.node import Node
@@ -135,6 +136,26 @@ class Branch(Speaker):
         name = name or f"b{next(self.session._names)}"
         tip = self._last()
         return Branch(self.session, self.engine.fork(self.session.id, tip.id, name, text))
+
+    def attempts(self, n: int, name: str = "", text: str | Tokens = ()) -> list[Branch]:
+        """`n` attempts that leave the tip: ways on that run for real beside the main line.
+
+        They hold nothing of their own but `text`.  Give them to `Session.generate_many`, which
+        decodes them in shared passes, and `commit` the best.  Each draws from a seed of its own,
+        derived from the session's and the number of its line, so the same program draws the same.
+        name: they are called name1, name2, ...
+
+        Raises ConfigError (n), NodeError (dead, ends in a guess), SessionError (closed).
+        """
+        if whole("n", n) < 1:
+            raise ConfigError(f"n={n} attempts; ask for at least 1")
+        ways = [self.fork(f"{name}{i}" if name else "", text) for i in range(1, n + 1)]
+        try:
+            return [way.attempt() for way in ways]
+        except BaseException:
+            for way in ways:
+                way.abort()
+            raise
 
     def append(self, text: str | Tokens) -> int:
         """Add known text; returns the length of the whole sequence in tokens.

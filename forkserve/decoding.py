@@ -11,12 +11,16 @@ from forkserve.control.core import Core
 from forkserve.control.generation import Generation
 from forkserve.control.guard import Guard
 from forkserve.control.loop import Loop
+from forkserve.control.taking import jump
 from forkserve.control.values import whole
+from forkserve.engine.counts import PathCounts
 from forkserve.errors import ConfigError, NodeError
 from forkserve.inspection import Inspection
 from forkserve.types import GREEDY, NodeMode, SamplingParams, derive_seed
 
 __all__ = ["Decoding"]
+
+_BEFORE = 16  # tokens of the path that may hold the beginning of a character still to complete
 
 
 class Decoding(Inspection):
@@ -92,6 +96,10 @@ class Decoding(Inspection):
         if not isinstance(params, SamplingParams):
             raise ConfigError(f"params must be SamplingParams, not {type(params).__name__}")
         core = self._core
+        vocab = self.backend.info.vocab_size
+        wrong = [i for i, _ in params.biases if not 0 <= i < vocab]
+        if wrong:
+            raise ConfigError(f"logit_bias names id {wrong[0]}; the vocabulary has {vocab} ids")
         with core.lock:
             self._loop.check()
             tree = core.tree(session)
@@ -107,6 +115,12 @@ class Decoding(Inspection):
             seed = self._seeds[session] if params.seed is None else params.seed
             if params.seed is None and target.line:
                 seed = derive_seed(seed, target.line)
+            begin = target.length if params.output_start is None else params.output_start
+            if begin > target.length:
+                raise ConfigError(
+                    f"output_start={begin} is beyond the {target.length} tokens of node {target.id}"
+                )
+            counts = PathCounts(tree.tokens(target), begin) if params.counts_tokens else None
             generation = Generation(
                 self._generations,
                 session,
@@ -114,17 +128,19 @@ class Decoding(Inspection):
                 max_tokens,
                 params,
                 seed,
-                self.backend.info.vocab_size,
+                vocab,
                 lambda ids: self.backend.tokenizer.decode_bytes(ids, skip_special=True),
                 partial(self._follow, session),
                 self._cancel,
+                counts,
+                tree.tokens(target, max(target.length - _BEFORE, 0)),
             )
             generation.started_ms = core.clock.now_ms()
             if max_tokens == 0:
                 generation.end("length")
             generation.narrow()
             if not generation.done:
-                core.ensure(tree, target, generation)
+                jump(core, core.ensure(tree, target, generation), core.clock.now_ms())
             return generation
 
     def _follow(self, session: str, done: Callable[[], bool]) -> None:

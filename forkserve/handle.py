@@ -13,19 +13,23 @@ __all__ = ["SessionHandle"]
 
 
 class SessionHandle:
-    """Names an open session.  `tip` is always the present one, also after a commit.
+    """Names an open session.  `tip` is always the present one, also after a commit."""
 
-    cached_tokens: rows that were there when it opened: shared with other sessions, or restored.
-    """
+    __slots__ = ("_engine", "_restored", "_tree", "id", "root", "tenant")
 
-    __slots__ = ("_engine", "cached_tokens", "id", "root", "tenant")
-
-    def __init__(self, engine: Inspection, tree: ContextTree, cached_tokens: int) -> None:
+    def __init__(self, engine: Inspection, tree: ContextTree, restored: int = 0) -> None:
         self._engine = engine
+        self._tree = tree
+        self._restored = restored
         self.id = tree.session
         self.root = ROOT
         self.tenant = tree.tenant
-        self.cached_tokens = cached_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Rows of the prompt that this session did not compute: other sessions had computed them,
+        also while it waited for its own turn, or they were restored."""
+        return self._tree.cached + self._restored
 
     @property
     def tip(self) -> int:

@@ -23,17 +23,20 @@ Dropped = SimpleQueue[Generation]  # generations whose stream was dropped withou
 class Reply:
     """What a generation said.  ``str(reply)`` is its text.
 
-    text: without special tokens, and up to a stop string.  tokens: all that were sampled, also the
+    text: without special tokens, and up to a stop string; if the path before ended inside a
+    character, it begins with that whole character.  tokens: all that were sampled, also the
     end token and those that spell a stop string: they are in the tree.  finish_reason: length,
     eos, stop, context, constraint, or cancelled (also by an abort); of a stream also error, and
     None while it runs.
-    logprobs: one for each token if they were asked for.
+    logprobs: one for each token if they were asked for, of the raw distribution.
+    top_logprobs: for each token the (id, log p) of the likeliest ids, best first.
     """
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None
     logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     def __str__(self) -> str:
         return self.text
@@ -42,7 +45,8 @@ class Reply:
     def of(cls, generation: Generation) -> Reply:
         """The reply so far."""
         reason, tokens = generation.finish_reason, tuple(generation.tokens)
-        return cls(generation.text, tokens, reason, tuple(generation.logprobs))
+        logprobs, top = tuple(generation.logprobs), tuple(generation.top_logprobs)
+        return cls(generation.text, tokens, reason, logprobs, top)
 
 
 def collect(generations: Sequence[Generation]) -> list[Reply]:
@@ -94,7 +98,7 @@ class _Following:
 
     def _ready(self) -> bool:
         generation = self._generation
-        return generation is None or generation.done or len(generation.text) > self._seen
+        return generation is None or generation.done or generation.text_length > self._seen
 
     def _take(self) -> str | None:
         """The next piece; None at the end."""

@@ -72,7 +72,6 @@ class Session(Speaker):
         handle = engine.open(_prompt(engine, prompt), prefill=prefill, **options)
         self.engine = engine
         self.id = handle.id
-        self.cached_tokens = handle.cached_tokens
         self._handle = handle
         self._tree = engine.tree(handle.id)
         self._dropped = Dropped()
@@ -124,6 +123,11 @@ class Session(Speaker):
         return False
 
     @property
+    def cached_tokens(self) -> int:
+        """Rows of the prompt that were not computed for this session; see `SessionHandle`."""
+        return self._handle.cached_tokens
+
+    @property
     def tip(self) -> Branch:
         """The end of the main line as a branch.  It follows the line: see `Branch`."""
         return Branch(self, self._open().tip.id)
@@ -150,6 +154,10 @@ class Session(Speaker):
     def fork(self, name: str = "", text: str | Tokens = ()) -> Branch:
         """A speculative branch at the tip; see `Branch.fork`."""
         return self.tip.fork(name, text)
+
+    def attempts(self, n: int, name: str = "", text: str | Tokens = ()) -> list[Branch]:
+        """`n` attempts at the tip, for `generate_many`; see `Branch.attempts`."""
+        return self.tip.attempts(n, name, text)
 
     def append(self, text: str | Tokens) -> int:
         """Add known text at the tip; returns the length of the whole sequence in tokens."""

@@ -1,16 +1,19 @@
-"""The verbs that use idle time: speculate and its variants, observe, drain_slack."""
+"""The verbs that use idle time: speculate and its variants, choice_mass, observe, drain_slack."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from forkserve.control import lines
 from forkserve.control.candidates import grammar_branches
 from forkserve.control.experience import UNBOUNDED_MS
+from forkserve.control.probe import Probe, choice_mass, forks
 from forkserve.control.speculation import Request, Speculation, speculate
 from forkserve.control.values import number, text
 from forkserve.decoding import Decoding
-from forkserve.errors import AdmissionRefused
+from forkserve.errors import AdmissionRefused, NodeError, SessionError
 from forkserve.tree.node import Node
+from forkserve.tree.tree import committed
 from forkserve.types import JobClass, Tokens
 
 __all__ = ["Speculating"]
@@ -115,32 +118,71 @@ class Speculating(Decoding):
             if ms is not None:
                 self._core.journal.tool_ran(session, tool, ms)
 
+    def choice_mass(
+        self, session: str, node: int, texts: Mapping[str, Tokens | str]
+    ) -> dict[str, float]:
+        """Probability of each text if the model must go on from `node` with one of them.
+
+        What decoding constrained to these texts would do at temperature 1, without sampling: one
+        pass reads the logits wherever the texts part ways, and the tree stays as it is.  They sum
+        to 1.  Waits for that pass.  node: committed, with no generation on it.
+
+        Raises ConfigError (no text, an empty one, two that are equal), ContextOverflow, NodeError,
+        SessionError.
+        """
+        ids = {name: self._guard.ids(text) for name, text in texts.items()}
+        places = forks(ids)
+        core, probe = self._core, Probe(places)
+        self._loop.run_until(lambda: not core.probing(session, node))
+        with core.lock:
+            if core.probing(session, node):
+                raise SessionError(f"another thread asks the model at node {node} already")
+            tree = core.tree(session)
+            target = tree.get(node)
+            self._guard.idle(tree, target)
+            if not committed(target):
+                raise NodeError(f"node {node} is speculative: the model is asked on real text only")
+            lines.require_known(target)
+            self._guard.fits(target.length + max(map(len, places), default=0), "sequence")
+            if places:
+                task = core.ensure(tree, target, probe=probe)
+        if places:
+            self._loop.run_until(lambda: task.done or not probe.pending())
+            if probe.pending():
+                raise task.error or NodeError(f"node {node} was dropped while it was asked")
+        return choice_mass(ids, {text: probe.rows[i] for i, text in enumerate(places)})
+
     def speculate_from_grammar(
         self,
         session: str,
         parent: int,
-        masses: Mapping[str, float],
-        wrappers: Mapping[str, Tokens],
-        generic: Tokens,
+        masses: Mapping[str, float] | None,
+        wrappers: Mapping[str, Tokens | str],
+        generic: Tokens | str,
         *,
         t_idle_ms: float = UNBOUNDED_MS,
     ) -> dict[str, int]:
         """Fork and speculate on the likeliest tool wrappers; returns node ids by branch name.
 
-        masses: probability of each tool name under constrained decoding.  The top
-        config.grammar_top_m get a branch each, the rest share "other" with the generic wrapper.
+        masses: probability of each tool name under constrained decoding; None asks the model, by
+        `choice_mass` over the wrappers.  The top config.grammar_top_m get a branch each, the rest
+        share "other" with the generic wrapper.
         """
+        if masses is None:
+            masses = self.choice_mass(session, parent, wrappers)
+        texts = {name: self._guard.ids(wrapper) for name, wrapper in wrappers.items()}
+        rest = self._guard.ids(generic)
         core = self._core
         number("t_idle_ms", t_idle_ms)
-        branches = grammar_branches(masses, wrappers, generic, self.config.grammar_top_m)
-        texts = [self._guard.ids(branch.tokens) for branch in branches]
+        branches = grammar_branches(masses, texts, rest, self.config.grammar_top_m)
         with core.lock:
             tree = core.tree(session)
             target = tree.get(parent)
-            self._guard.fits(target.length + max(map(len, texts), default=0), "branch")
+            self._guard.fits(target.length + max(len(b.tokens) for b in branches), "branch")
+            now = core.clock.now_ms()
             requests = [
-                Request(tree.fork(target, branch.branch, text, core.clock.now_ms()), branch.p)
-                for branch, text in zip(branches, texts, strict=True)
+                Request(tree.fork(target, branch.branch, branch.tokens, now), branch.p)
+                for branch in branches
             ]
             core.count.forks += len(requests)
             speculate(core, tree, requests, t_idle_ms)

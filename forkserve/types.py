@@ -6,9 +6,11 @@ Nothing here holds state.  Tokens are ints, positions count from 0 on every path
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+import operator
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from math import inf
 from numbers import Integral, Real
 from typing import Any, Protocol
 
@@ -90,7 +92,7 @@ class JobClass(IntEnum):
 class Constraint(Protocol):
     """Restricts sampling: a choice list, a grammar, a schema."""
 
-    def allowed(self, generated: Tokens) -> Sequence[int] | None:
+    def allowed(self, generated: Tokens) -> Sequence[int] | IntArray | None:
         """Ids that may follow `generated` (tokens sampled so far); None allows every id.
 
         An empty sequence means that nothing may follow: generation ends before sampling.
@@ -104,10 +106,21 @@ class SamplingParams:
     """How to choose tokens.  The defaults are greedy.
 
     temperature: 0 is greedy.  top_k: 0 keeps all ids.  top_p: nucleus mass in (0, 1].
-    min_p: drops ids below ``min_p * p_max``, in [0, 1).  seed: None derives one from the session
-    (`derive_seed`); the draw of token i depends on (seed, position) alone, never on the batch.
+    min_p: drops ids below ``min_p * p_max``, in [0, 1).
+    logit_bias: added to the logits of these ids, each in [-100, 100]; a mapping, kept as pairs.
+    repetition_penalty: above 0; logits of ids that stand anywhere on the path, prompt included, are
+    divided by it where positive and multiplied where negative (as Hugging Face and vLLM do).
+    presence_penalty, frequency_penalty: in [-2, 2]; taken off the logits of ids that were output,
+    once, and once for each time (as OpenAI and vLLM do).  Output is what stands from position
+    `output_start` on; None is where the generation begins.  One that goes on with an earlier one's
+    text (a fork in its middle, a resumed session) draws as that would have if it is given the place
+    where that one began.
+    seed: None derives one from the session (`derive_seed`); the draw of token i depends on the
+    tokens before it, these parameters and (seed, position) alone, never on the batch.
     stop: strings that end the text and are not part of it.  stop_ids: ids that end it.
-    ignore_eos: go on past the model's end token.  logprobs: also return each token's log p.
+    ignore_eos: go on past the model's end token.  logprobs: also return each token's log p, of the
+    raw distribution.  top_logprobs: and those of the n likeliest ids, n up to 20.
+    constraint: what may follow.
     """
 
     temperature: float = 0.0
@@ -120,31 +133,79 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: bool = False
     constraint: Constraint | None = None
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    output_start: int | None = None
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) for s in self.stop):
             raise ConfigError(f"stop={self.stop!r} must be a tuple of strings: stop=('...',)")
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))  # hashable, in id order
         ids = self.stop_ids if isinstance(self.stop_ids, tuple) else (None,)
-        reals = (self.temperature, self.top_p, self.min_p)
         for name, ok in (
             ("stop_ids", all(isinstance(i, Integral) for i in ids)),
-            ("top_k", isinstance(self.top_k, Integral)),
-            ("seed", self.seed is None or isinstance(self.seed, Integral)),
-            ("temperature, top_p, min_p", all(isinstance(v, Real) for v in reals)),
+            *((n, isinstance(getattr(self, n), Integral)) for n in ("top_k", "top_logprobs")),
+            *(
+                (n, getattr(self, n) is None or isinstance(getattr(self, n), Integral))
+                for n in ("seed", "output_start")
+            ),
+            *((n, isinstance(getattr(self, n), Real)) for n in _REALS),
             ("constraint", self.constraint is None or hasattr(self.constraint, "allowed")),
         ):
             if not ok:
-                value = getattr(self, name, reals)
-                raise ConfigError(f"SamplingParams.{name}={value!r} is of the wrong type")
-        for name, ok in (
-            ("temperature", 0.0 <= self.temperature < float("inf")),
-            ("top_k", self.top_k >= 0),
-            ("top_p", 0.0 < self.top_p <= 1.0),
-            ("min_p", 0.0 <= self.min_p < 1.0),
-            ("stop", all(self.stop)),
+                raise ConfigError(
+                    f"SamplingParams.{name}={getattr(self, name)!r} is of the wrong type"
+                )
+        for name, ok, allowed in (
+            ("temperature", 0.0 <= self.temperature < inf, "[0, inf)"),
+            ("top_k", self.top_k >= 0, ">= 0, 0 keeps all"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "(0, 1]"),
+            ("min_p", 0.0 <= self.min_p < 1.0, "[0, 1)"),
+            ("stop", all(self.stop), "strings that are not empty"),
+            ("logit_bias", all(abs(b) <= 100 for _, b in self.biases), "[-100, 100]"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < inf, "(0, inf)"),
+            ("presence_penalty", abs(self.presence_penalty) <= 2, "[-2, 2]"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 2, "[-2, 2]"),
+            ("output_start", (self.output_start or 0) >= 0, ">= 0"),
+            ("top_logprobs", 0 <= self.top_logprobs <= _TOP_LOGPROBS, f"[0, {_TOP_LOGPROBS}]"),
         ):
             if not ok:
-                raise ConfigError(f"SamplingParams.{name}={getattr(self, name)!r} is out of range")
+                value = getattr(self, name)
+                raise ConfigError(f"SamplingParams.{name}={value!r} is out of range: {allowed}")
+        if self.top_logprobs and not self.logprobs:
+            raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True")
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs in id order."""
+        return self.logit_bias  # type: ignore[return-value]  # set so by __post_init__
+
+    @property
+    def counts_tokens(self) -> bool:
+        """A penalty reads which tokens stand on the path."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+
+_REALS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+_TOP_LOGPROBS = 20
+
+
+def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
+    """A logit bias as (id, bias) pairs in id order."""
+    try:
+        pairs = [*(bias.items() if isinstance(bias, Mapping) else bias)]  # type: ignore[misc]
+        checked = {operator.index(i): float(b) for i, b in pairs}
+    except (TypeError, ValueError):
+        checked = None
+    if checked is None or len(checked) < len(pairs):
+        raise ConfigError(f"logit_bias={bias!r} must map token ids to numbers, each id once")
+    return tuple(sorted(checked.items()))
 
 
 GREEDY = SamplingParams()
@@ -156,7 +217,8 @@ class SampleSpec:
 
     seed and position fix the random number.  request and step name the generation and how many
     tokens it has already produced (a scripted mock replies by them).  allowed: ids permitted by a
-    constraint, or None.
+    constraint, or None.  seen: ids that stand on the path, each once, and counts: how often each
+    was output; both for penalties only (`forkserve.engine.counts`).
     """
 
     params: SamplingParams
@@ -165,6 +227,16 @@ class SampleSpec:
     request: int
     step: int
     allowed: Sequence[int] | IntArray | None = None
+    seen: IntArray | None = None
+    counts: IntArray | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but the id of the largest logit is asked for."""
+        params = self.params
+        return not (
+            params.temperature or params.logprobs or params.logit_bias or params.counts_tokens
+        ) and (self.allowed is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +304,14 @@ class Batch:
 
 @dataclass(slots=True)
 class WorkResult:
-    """token and logprob if a sample was asked; logits [V], or [n, V] for all_logits."""
+    """token and logprob if a sample was asked; logits [V], or [n, V] for all_logits.
+
+    top: (id, log p) of the likeliest ids, best first, if `top_logprobs` asks for them.
+    """
 
     token: int | None = None
     logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
     logits: FloatArray | None = None
 
 

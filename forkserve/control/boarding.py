@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from forkserve.control.core import Core
 from forkserve.control.flight import Entry, Flight
 from forkserve.control.pressure import make_room
+from forkserve.control.sharing import share_prompts
 from forkserve.control.spine_care import care
 from forkserve.control.task import Task
 from forkserve.errors import BackendError, OutOfPages
 from forkserve.tree.node import Node
 from forkserve.tree.rows import Reservation, fence, missing, reserve, rollback, spans
-from forkserve.tree.spine import take_prefix
+from forkserve.tree.runs import goes_on, prolong
 from forkserve.types import JobClass, SampleSpec, Span, Work
 
 __all__ = ["Boarding"]
@@ -44,6 +45,7 @@ class Boarding:
             if task.held and task.wake_ms and (wake or task.wake_ms <= now):
                 task.held, task.wake_ms = task.parked, 0.0
         self._force_preempt()
+        share_prompts(core)
         plan = core.scheduler.plan(now, core.backend.predict_ms)
         for job, reason in plan.dropped:
             assert isinstance(job, Task)
@@ -76,9 +78,6 @@ class Boarding:
     def _board(self, flight: Flight, task: Task, tokens: int) -> None:
         """Add one task's next rows to the batch, or finish, park or drop the task."""
         core, tree, target = self.core, task.tree, task.target
-        bare = target.parent is None and target.evicted and core.config.prefix_index
-        if bare and take_prefix(tree, core.index):
-            core.requeue(task)  # less is left than it was queued for
         parts = missing(target, task.end())
         handle = task.generation_handle
         held: Reservation | None = None
@@ -86,6 +85,9 @@ class Boarding:
             owner, begin, end = parts[0]
             stop = fence(owner, begin)
             count = min(tokens, end - begin, (stop or end) - begin)
+        elif task.probing:
+            self._board_probe(flight, task, tokens)
+            return
         elif handle is not None:
             owner, begin, count = target, target.length - 1, 1  # replay for its logits
         else:
@@ -97,12 +99,15 @@ class Boarding:
             held = self._reserve(flight, task, owner, begin, count)
             if held is None:
                 return
-        last = handle is not None and owner is target and begin + count == target.length
+        more = self._prolong(flight, task, parts, held, tokens) if held is not None else []
+        end = begin + count + sum(below.count for below in more)
+        bottom = more[-1].node if more else owner
+        last = handle is not None and bottom is target and end == target.length
         try:
             work = Work(
                 session=task.session,
-                node=owner.id,
-                tokens=tree.tokens(owner, begin, begin + count),
+                node=bottom.id,
+                tokens=tree.tokens(bottom, begin, end),
                 start=begin,
                 context=spans(tree, owner, begin),
                 write=held.write if held is not None else None,
@@ -110,19 +115,63 @@ class Boarding:
                 speculative=task.kind is JobClass.SPEC,
             )
         except BaseException:
-            if held is not None:
-                rollback(tree, held)
+            for one in [*reversed(more), *([held] if held is not None else [])]:
+                rollback(tree, one)
             raise
         if held is not None:
             flight.batch.copies.extend(held.copies)
             core.count.copied_rows += sum(copy.rows for copy in held.copies)
         flight.batch.works.append(work)
-        flight.owners.add(owner)
-        flight.entries.append(Entry(task, owner, count, held, work))
+        flight.owners.update([owner, *(below.node for below in more)])
+        flight.entries.append(Entry(task, owner, end - begin, held, work, more=more))
+
+    def _prolong(
+        self,
+        flight: Flight,
+        task: Task,
+        parts: Sequence[tuple[Node, int, int]],
+        held: Reservation,
+        tokens: int,
+    ) -> list[Reservation]:
+        """Rows of committed nodes below the first one, while they fit the same pass."""
+        more: list[Reservation] = []
+        left, last = tokens - held.count, held
+        if task.kind is JobClass.SPEC or parts[0][2] != held.begin + held.count:
+            return more
+        for node, begin, end in parts[1:]:
+            if left < 1 or node in flight.owners or not goes_on(last, node, begin):
+                break
+            stop = fence(node, begin) or end
+            count = min(left, end - begin, stop - begin)
+            below = prolong(task.tree, held, last, node, count)
+            if below is None:
+                break
+            more.append(below)
+            left, last = left - count, below
+            if begin + count != end:
+                break
+        return more
+
+    def _board_probe(self, flight: Flight, task: Task, tokens: int) -> None:
+        """The next texts of a probe: works that write nothing, at least one."""
+        probe, target, tree = task.probe, task.target, task.tree
+        assert probe is not None
+        begin = target.length - 1
+        last = tree.tokens(target, begin).tolist()
+        for number in probe.pending():
+            run = [*last, *probe.texts[number]]
+            if flight.entries and len(run) > tokens:
+                return
+            context = spans(tree, target, begin)
+            work = Work(task.session, target.id, run, begin, context, None, logits=True)
+            flight.batch.works.append(work)
+            flight.entries.append(Entry(task, target, len(run), None, work, number))
+            tokens -= len(run)
 
     def _sample_spec(self, task: Task) -> SampleSpec:
         handle = task.generation_handle
         assert handle is not None
+        seen, counts = handle.counts.arrays() if handle.counts is not None else (None, None)
         return SampleSpec(
             params=handle.params,
             seed=handle.seed,
@@ -130,6 +179,8 @@ class Boarding:
             request=handle.number,
             step=len(handle.tokens),
             allowed=handle.allowed,
+            seen=seen,
+            counts=counts,
         )
 
     # ---------------------------------------------------------------- pages
@@ -201,7 +252,8 @@ class Boarding:
             task.parked = task.held = False
         task.privileged = True
         decodes = task.kind is JobClass.DECODE
-        self._board(flight, task, 1 if decodes else core.config.prefill_chunk)
+        chunk = min(core.config.prefill_chunk, core.scheduler.recovery.room)
+        self._board(flight, task, 1 if decodes else chunk)
 
     def _preempt_younger(self, flight: Flight, task: Task) -> bool:
         """Take the rows of the youngest generation that started after `task`."""

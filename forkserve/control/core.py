@@ -12,6 +12,7 @@ from forkserve.control.fairness import FairMeter
 from forkserve.control.generation import Generation
 from forkserve.control.journal import Journal, NullJournal
 from forkserve.control.planner import Planner, PoolView
+from forkserve.control.probe import Probe
 from forkserve.control.scheduler import Scheduler
 from forkserve.control.stats import Counters, EngineStats, PrefilledTokens
 from forkserve.control.task import Task
@@ -80,7 +81,11 @@ class Core:
 
     def owned(self) -> bool:
         """True if this very thread holds the lock already."""
-        return bool(self.changed._is_owned())  # type: ignore[attr-defined]
+        try:
+            self.changed.notify(0)  # wakes nobody, and raises unless this thread holds the lock
+        except RuntimeError:
+            return False
+        return True
 
     def tree(self, session: str) -> ContextTree:
         """The tree of an open session, or a SessionError."""
@@ -137,22 +142,34 @@ class Core:
                 handle.end("cancelled")
                 self.finish(task)
 
-    def ensure(self, tree: ContextTree, node: Node, handle: Generation | None = None) -> Task:
-        """The committed task that completes a node's rows, with `handle` attached."""
+    def ensure(
+        self,
+        tree: ContextTree,
+        node: Node,
+        handle: Generation | None = None,
+        probe: Probe | None = None,
+    ) -> Task:
+        """The committed task that completes a node's rows, with a handle or a probe attached."""
         task = self.tasks.get((tree.session, node.id))
         if task is not None and task.kind is JobClass.SPEC:
             self.finish(task)
             task = None
         if task is None:
             task = self.new_task(tree, node, JobClass.TAIL if node.parent else JobClass.ROOT)
-            task.generation_handle = handle
+            task.generation_handle, task.probe = handle, probe
             self.submit(task)
-        elif handle is not None:
-            task.generation_handle = handle
+        elif handle is not None or probe is not None:
+            task.generation_handle = handle or task.generation_handle
+            task.probe = probe or task.probe
             task.held, task.wake_ms = task.parked, 0.0
             self.requeue(task)
             self.changed.notify_all()
         return task
+
+    def probing(self, session: str, node: int) -> bool:
+        """The model is being asked at this node."""
+        task = self.tasks.get((session, node))
+        return task is not None and task.probing
 
     def new_task(self, tree: ContextTree, node: Node, kind: JobClass) -> Task:
         """A task of this moment, not queued yet."""
@@ -210,6 +227,8 @@ class Core:
         """Book-keeping for a node whose rows are about to go."""
         if node.segments:
             self.count.evicted_nodes += 1
+        if node.parent is None:
+            tree.reached = max(tree.reached, node.kv_end)
         self.count.wasted += node.speculated
         node.speculated = 0
         task = self.tasks.get((tree.session, node.id))
@@ -303,7 +322,9 @@ class Core:
             hits={hit.value: n for hit, n in count.hits.items()},
             refusals=dict(count.refusals),
             decode_steps=count.decode_steps,
+            forced_tokens=count.forced_tokens,
             forward_passes=count.forward_passes,
+            failed_passes=count.failed_passes,
             copied_rows=count.copied_rows,
             evicted_nodes=count.evicted_nodes,
             preemptions=count.preemptions,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import inf, log
+from math import ceil, inf, log
 
 from forkserve.errors import ConfigError
 
-__all__ = ["Load", "PoolView", "page_price", "pages_for", "usefulness"]
+__all__ = ["Load", "PoolView", "least_chunk", "page_price", "pages_for", "usefulness"]
 
 _EASY = 0.5  # share of the pool that may be in use before a page has a price
 
@@ -57,6 +57,25 @@ class Load:
 def pages_for(context: int, tokens: int, page_size: int) -> int:
     """Pages that `tokens` rows behind `context` rows touch; a partly filled tail counts as new."""
     return -(-(context % page_size + tokens) // page_size) if tokens else 0
+
+
+def least_chunk(
+    predict_ms: Callable[[int, int], float], size: int, most: int, context: int, limit_ms: float
+) -> int:
+    """Pages of `size` rows below which the fixed cost of a pass outweighs that of its rows.
+
+    Taken from a line through one page and `most`; at most `most`, and no more than fit `limit_ms`.
+    At least 1.  A chunk that is shorter gives a commit little and costs the speculation much.
+    """
+    if most < 2:
+        return 1
+    one, all_ms = predict_ms(size, context), predict_ms(most * size, context)
+    rate = (all_ms - one) / (most - 1)
+    fixed = one - rate
+    pages = most if rate <= 0 else min(max(ceil(fixed / rate), 1), most)
+    while pages > 1 and predict_ms(pages * size, context) > limit_ms:
+        pages -= 1
+    return pages
 
 
 def usefulness(q: float, eta_partial: float) -> float:

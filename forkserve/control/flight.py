@@ -14,13 +14,23 @@ __all__ = ["Entry", "Flight", "Ran"]
 
 @dataclass(slots=True)
 class Entry:
-    """One work of the batch and what has to be done when it lands."""
+    """One work of the batch and what has to be done when it lands.
+
+    owner: the first node whose rows it writes; more: reservations of nodes below it, whose rows
+    follow in the same run.  text: number of the probe's text that it runs.
+    """
 
     task: Task
     owner: Node
     count: int
     held: Reservation | None
     work: Work
+    text: int | None = None
+    more: list[Reservation] = field(default_factory=list)
+
+    def reservations(self) -> list[Reservation]:
+        """All of them, from the root side."""
+        return [self.held, *self.more] if self.held is not None else []
 
 
 @dataclass(slots=True)

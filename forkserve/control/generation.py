@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from forkserve.control.text import TextStream
+from forkserve.engine.counts import PathCounts
 from forkserve.errors import ConfigError
 from forkserve.types import IntArray, SamplingParams
 
@@ -23,7 +24,8 @@ class Generation:
     """Handle of a generation; `Engine.start` returns it.
 
     tokens: everything sampled, the end token included; they are in the tree as well.
-    text: the decoded tokens without special ones, up to a stop string.
+    text: the decoded tokens without special ones, up to a stop string.  It begins with the whole
+    character that the path before may have ended in.
     finish_reason: None while it runs.
     """
 
@@ -39,6 +41,8 @@ class Generation:
         decode_bytes: Callable[[Sequence[int]], bytes],
         run_until: Callable[[Callable[[], bool]], None],
         cancel: Callable[[Generation, bool], None],
+        counts: PathCounts | None = None,
+        before: Sequence[int] = (),
     ) -> None:
         self.number = number
         self.session = session
@@ -49,14 +53,16 @@ class Generation:
         self._vocab_size = vocab_size
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.abandoned = False  # to be cancelled by the next one who looks at the queues
         self.started_ms = 0.0
         self.first_token_ms: float | None = None  # time on the engine's clock
         self.allowed: IntArray | None = None  # ids the constraint permits next
+        self.counts = counts  # tokens of the path, for penalties
         self._pieces: list[str] = []
-        self._stream = TextStream(decode_bytes, params.stop)
+        self._stream = TextStream(decode_bytes, params.stop, decode_bytes(before))
         self.wait = run_until  # drive the engine, or wait for it, until a condition holds
         self._cancel = cancel
 
@@ -65,8 +71,21 @@ class Generation:
         return self.finish_reason is not None
 
     @property
+    def forced(self) -> int | None:
+        """The token that comes next whatever is drawn, if that is known and needs no logits."""
+        allowed = self.allowed
+        if allowed is None or allowed.size != 1 or self.params.logprobs:
+            return None
+        return int(allowed[0])
+
+    @property
     def text(self) -> str:
         return self._stream.text
+
+    @property
+    def text_length(self) -> int:
+        """Characters of `text`, without putting it together."""
+        return self._stream.length
 
     def result(self) -> list[int]:
         """Wait for the end and return the tokens; raises what stopped the generation early."""
@@ -113,12 +132,22 @@ class Generation:
 
     # ---------------------------------------------------------------- for the engine loop
 
-    def push(self, token: int, logprob: float | None, eos_ids: Sequence[int]) -> None:
+    def push(
+        self,
+        token: int,
+        logprob: float | None,
+        eos_ids: Sequence[int],
+        top: tuple[tuple[int, float], ...] = (),
+    ) -> None:
         """Take one sampled token and decide whether it was the last."""
         params = self.params
         self.tokens.append(token)
+        if self.counts is not None:
+            self.counts.push(token)
         if logprob is not None:
             self.logprobs.append(logprob)
+        if params.top_logprobs:
+            self.top_logprobs.append(top)
         if token in params.stop_ids or (token in eos_ids and not params.ignore_eos):
             return self.end("eos")
         self._say(self._stream.push((token,)))

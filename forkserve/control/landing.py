@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 from forkserve.control.core import Core
 from forkserve.control.flight import Entry, Flight, Ran
+from forkserve.control.taking import take
 from forkserve.control.task import Task
 from forkserve.errors import BackendError, ForkServeError
 from forkserve.tree.rows import missing, rollback, settle
+from forkserve.tree.spine import trim
 from forkserve.types import BatchResult, JobClass, NodeMode, WorkResult
 
 __all__ = ["Landing"]
+
+_log = logging.getLogger(__name__)
 
 
 class Landing:
@@ -30,6 +36,7 @@ class Landing:
                 self._land_one(entry, out, ran, now)
             except Exception as error:
                 core.finish(entry.task, _wrapped(error))
+        core.scheduler.recovery.went_well()
         self._note_miss(flight, result.elapsed_ms, now)
         core.speculated += ran.speculative
         core.changed.notify_all()
@@ -37,17 +44,24 @@ class Landing:
 
     def _land_one(self, entry: Entry, out: WorkResult, ran: Ran, now: float) -> None:
         core, task, owner = self.core, entry.task, entry.owner
-        if entry.held is not None:
-            if entry.held.segment in owner.segments and owner.live:
-                settle(task.tree, entry.held)
-                core.publish(task.tree, owner)
-            else:
-                rollback(task.tree, entry.held)
+        for held in reversed(entry.reservations()):  # a table below goes before the one it shares
+            node = held.node
+            if held.segment not in node.segments or not node.live:
+                rollback(task.tree, held)
+        for held in entry.reservations():
+            if held.segment in held.node.segments and held.node.live:
+                settle(task.tree, held)
+                core.publish(task.tree, held.node)
+                held.node.used_ms = now
+        for held in entry.more:
+            if held.node.live and held.node.parent is not None:
+                trim(task.tree, held.node.parent)  # a sole child has the page to itself
+        if entry.text is not None and task.probe is not None and out.logits is not None:
+            task.probe.rows[entry.text] = out.logits
         self._account(entry, ran)
         owner.used_ms = now
         core.scheduler.ran(task, min(entry.count, task.remaining), now)
-        if out.token is not None:
-            self._take_token(task, out.token, out.logprob, now)
+        take(core, task, out, now)
         if not task.done:
             self._move_on(task)
 
@@ -70,34 +84,14 @@ class Landing:
         elif entry.held is not None:
             core.count.committed += entry.count
 
-    def _take_token(self, task: Task, token: int, logprob: float | None, now: float) -> None:
-        core, handle = self.core, task.generation_handle
-        if handle is None or handle.done or not task.target.live:
-            return  # cancelled while it ran: the cancel wins
-        task.tree.extend(task.target, (token,))
-        task.target.known = task.target.length
-        core.count.decode_steps += 1
-        if handle.first_token_ms is None:
-            handle.first_token_ms = now
-        try:
-            handle.push(
-                token, logprob if handle.params.logprobs else None, core.backend.info.eos_ids
-            )
-        except BaseException as error:  # of the user's constraint or the tokenizer: theirs alone
-            handle.end("error", error)
-        if not handle.done and task.target.length >= core.backend.info.max_context:
-            handle.end("context")
-        if handle.done:
-            core.finish(task)
-            core.journal.changed(task.session)
-
     def _move_on(self, task: Task) -> None:
         """After a pass: wait for the next one in the right class, or be finished."""
         core = self.core
         if not task.target.live:
             core.finish(task)
         elif task not in core.scheduler:  # its rows are done, or more than was queued is left
-            if task.generation_handle is None and not missing(task.target, task.end()):
+            idle = task.generation_handle is None and not task.probing
+            if idle and not missing(task.target, task.end()):
                 core.finish(task)
             else:
                 core.requeue(task)
@@ -113,17 +107,63 @@ class Landing:
                 core.meter.miss(tenant, late, now)
                 core.count.tbt_misses += late
 
+    def failed(self, flight: Flight, error: Exception) -> None:
+        """The backend failed: the batch is tried again smaller, or its works end with the error.
+
+        Without memory it is halved until one row does not fit.  Of the works of several callers
+        each is run alone, so that only the one at fault fails.  What has nobody waiting for it, and
+        a work that failed alone, ends at once.
+        """
+        core, rows = self.core, sum(entry.count for entry in flight.entries)
+        committed = [e for e in flight.entries if e.task.kind is not JobClass.SPEC]
+        divisible = len(flight.entries) > 1 or any(e.held and e.count > 1 for e in flight.entries)
+        if _out_of_memory(error) and divisible:
+            _log.warning("no memory for a batch of %d rows: %r; it is tried smaller", rows, error)
+            self._undo(flight)
+            core.scheduler.recovery.shrink(rows // 2)
+        elif len({entry.task for entry in committed}) > 1:
+            _log.warning("a batch of %d works failed: %r; each runs alone", len(committed), error)
+            self._undo(flight)
+            for entry in flight.entries:
+                if entry.task.kind is JobClass.SPEC:
+                    core.finish(entry.task, _wrapped(error))
+            core.scheduler.recovery.suspect([entry.task for entry in committed])
+        else:
+            return self.crash(flight, error)
+        core.count.failed_passes += 1
+
     def crash(self, flight: Flight, error: BaseException) -> None:
-        """The pass failed: nothing of it counts, its tasks end with the error."""
+        """Nothing of the pass counts, and its tasks end with the error."""
+        self._undo(flight)
+        for entry in flight.entries:
+            self.core.finish(entry.task, _wrapped(error))
+        self.core.count.failed_passes += 1
+
+    def _undo(self, flight: Flight) -> None:
+        """Give back what was reserved; the tasks stay queued as they were."""
         core = self.core
         core.in_flight = set()
         self._unpin(flight)
         for entry in reversed(flight.entries):
-            if entry.held is not None:
-                rollback(entry.task.tree, entry.held)
-        for entry in flight.entries:
-            core.finish(entry.task, _wrapped(error))
+            for held in reversed(entry.reservations()):
+                rollback(entry.task.tree, held)
         core.changed.notify_all()
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Of the machine or the device; the pool's own shortage is no failure of a pass."""
+    if isinstance(error, ForkServeError):
+        return False
+    named = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+    said = str(error).lower()
+    return (
+        isinstance(error, MemoryError)
+        or named
+        or (
+            isinstance(error, RuntimeError)
+            and ("out of memory" in said or "allocate memory" in said)
+        )
+    )
 
 
 def _wrapped(error: BaseException) -> ForkServeError:

@@ -13,6 +13,7 @@ from forkserve.control.core import Core
 from forkserve.errors import NodeError, SessionError
 from forkserve.tree.node import MAIN_LINE, Node
 from forkserve.tree.rows import cut
+from forkserve.tree.spine import trim
 from forkserve.tree.tree import ContextTree, committed
 from forkserve.types import JobClass, NodeMode
 
@@ -98,6 +99,8 @@ def promote(core: Core, tree: ContextTree, node: Node) -> None:
         tree.set_mode(member, NodeMode.COMMIT)
         tree.move_tip(MAIN_LINE, member)
         member.ttl_deadline_ms = None
+    for member in path[1:]:
+        _trim(tree, member)
     core.publish(tree, tree.tip)
 
 
@@ -162,4 +165,16 @@ def abort(core: Core, tree: ContextTree, node: Node, *, lazy: bool, cascade: boo
     while cascade and above is not None and above.mode is NodeMode.SPEC and not above.children:
         orphan, above = above, above.parent
         freed += core.abort(tree, orphan, lazy=lazy)
+    if above is not None and above.live:
+        freed += _trim(tree, above)
     return freed
+
+
+def _trim(tree: ContextTree, node: Node) -> int:
+    """Give back a tail that the only child, of the same line, has copied; returns pages freed.
+
+    Not to a guess, which may be dropped with its copy.
+    """
+    children = node.children.values()
+    sure = all(committed(child) and child.alias_len >= node.kv_end for child in children)
+    return trim(tree, node) if committed(node) and sure else 0

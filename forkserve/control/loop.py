@@ -200,9 +200,10 @@ class Loop:
         except BaseException as error:  # Ctrl-C may come at any of these lines
             with core.lock:
                 core.flying = False
+                if running and isinstance(error, Exception):
+                    self._landing.failed(flight, error)
+                    return Ran()
                 self._landing.crash(flight, error)
-            if running and isinstance(error, Exception):
-                return Ran()  # the backend's fault: its works have ended with it
             raise
         finally:
             core.driver = before

@@ -23,7 +23,7 @@ from math import isfinite
 from forkserve.config import ForkServeConfig
 from forkserve.control import knapsack
 from forkserve.control.candidates import Candidate
-from forkserve.control.costs import Load, PoolView, page_price, pages_for, usefulness
+from forkserve.control.costs import Load, PoolView, least_chunk, page_price, pages_for, usefulness
 from forkserve.control.ledger import Ledger
 from forkserve.errors import ConfigError
 from forkserve.types import WorkKind
@@ -274,12 +274,15 @@ class _Call:
 
         A chunk is what a commit may have to wait for, so its predicted time stays within the head-
         room of a running generation (or one that may start), or half of the first-token SLO.  It is
-        never longer than what is left of the pause either, or nothing of it would fit.
+        never longer than what is left of the pause either, or nothing of it would fit.  While
+        nobody decodes, and not even a page keeps the head-room, it is not so short that the fixed
+        cost of its pass outweighs its rows, as far as the whole first-token SLO allows.
         """
         config = self.config
         decodes = self.load.decoding or self.load.decode_share > 0
         limit = config.gamma_ms if decodes else config.ttft_slo_ms / 2
-        limit = min(limit, item.candidate.t_idle_ms - self.ms)
+        pause_ms = item.candidate.t_idle_ms - self.ms
+        limit = min(limit, pause_ms)
         end = item.start + item.tokens
         low, high = 1, config.c_spec // config.page_size
         if not high:
@@ -290,6 +293,11 @@ class _Call:
                 low = pages
             else:
                 high = pages - 1
+        over = self.predict_ms(low * config.page_size, end) > limit
+        if not self.load.decoding and (over or not decodes):
+            most_ms = min(config.ttft_slo_ms, pause_ms)
+            size, most = config.page_size, config.c_spec // config.page_size
+            low = max(low, least_chunk(self.predict_ms, size, most, end, most_ms))
         return low * config.page_size
 
     def _fit(self, item: _Item, chunk: int) -> tuple[int, tuple[str, str] | None]:

@@ -11,67 +11,24 @@ Everything is keyed by (session, node): node ids restart in every session.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from math import ceil, inf
 
 from forkserve.config import ForkServeConfig
+from forkserve.control.costs import least_chunk
 from forkserve.control.fairness import FairMeter
+from forkserve.control.jobs import Job, TickPlan, one_for_each_page
+from forkserve.control.recovery import Recovery
 from forkserve.errors import AdmissionRefused, ConfigError
-from forkserve.types import JobClass, WorkKind
+from forkserve.types import JobClass
 
 __all__ = ["Job", "Scheduler", "TickPlan"]
 
 PredictMs = Callable[[int, int], float]
 
 _PREFILL = (JobClass.TAIL, JobClass.ROOT)  # of committed work
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Job:
-    """Tokens to run at a node, in order.  `ran` moves `remaining`, `attained` and `context` on.
-
-    The owner may recount `remaining` and turn one committed class into another while the job is
-    queued (a tail whose rows are complete becomes a generation), but never SPEC.
-
-    remaining: tokens left; of a DECODE, tokens still to generate.  parent, generation: for SPEC,
-    the node whose commit makes it stale, and that node's generation when it was admitted.
-    gain, cost: G and C in ms.  chunk: tokens of one speculative chunk, at most.  deadline_ms: when
-    a SPEC job is of no use any more.  attained: tokens served.  held: in flight or waiting for
-    pages, skip it.  context: rows before the next token.  work: certainty of a SPEC job.
-    """
-
-    session: str
-    node: int
-    tenant: str
-    kind: JobClass
-    remaining: int
-    submitted_ms: float
-    parent: int | None = None
-    generation: int = 0
-    gain: float = 0.0
-    cost: float = 0.0
-    chunk: int = 0
-    deadline_ms: float | None = None
-    attained: float = 0.0
-    held: bool = False
-    context: int = 0
-    work: WorkKind = WorkKind.KNOWN
-
-
-@dataclass(frozen=True, slots=True)
-class TickPlan:
-    """Grants of one tick, in order, at most one per node.
-
-    saturated: there was no room for speculation, whether or not any was queued.
-    dropped: SPEC jobs that left the queue while planning, with the reason.
-    """
-
-    items: list[tuple[Job, int]]
-    committed_tokens: int
-    speculative_tokens: int
-    saturated: bool
-    dropped: list[tuple[Job, str]]
 
 
 @dataclass(slots=True)
@@ -95,9 +52,12 @@ class Scheduler:
         self._order: dict[Job, int] = {}  # every queued job, and its place in line
         self._placed = 0
         self._spec: set[Job] = set()  # those that came as speculation
+        self._real: set[Job] = set()  # the others
+        self._shapes: Counter[tuple[int, int]] | None = None  # of speculation, while none changes
         self._nodes: dict[str, dict[int, list[Job]]] = {}  # session -> node -> jobs in line
         self._programs: dict[str, _Program] = {}
         self._decoded_ms: dict[str, float] = {}  # session -> time of its last token
+        self.recovery = Recovery(config.max_batch_tokens)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -108,7 +68,22 @@ class Scheduler:
     @property
     def decoding(self) -> bool:
         """A generation is queued or running."""
-        return any(job.kind is JobClass.DECODE for job in self._order)
+        return any(job.kind is JobClass.DECODE for job in self._real)
+
+    def backlog(self, session: str, without: Collection[int]) -> Counter[tuple[int, int]]:
+        """How many queued SPEC jobs there are of each (remaining, context).
+
+        Those at the nodes `without` of a session are left out.  Kept from call to call, as siblings
+        are mostly of one shape.
+        """
+        if self._shapes is None:
+            self._shapes = Counter((job.remaining, job.context) for job in self._spec)
+        shapes = self._shapes.copy()
+        for node in without:
+            for job in self._nodes.get(session, {}).get(node, ()):
+                if job in self._spec:
+                    shapes[job.remaining, job.context] -= 1
+        return +shapes
 
     def jobs(self, kind: JobClass | None = None) -> list[Job]:
         """Queued jobs in order of arrival, of one class or of all."""
@@ -150,7 +125,10 @@ class Scheduler:
         self._nodes.setdefault(job.session, {}).setdefault(job.node, []).append(job)
         if spec:
             self._spec.add(job)
+            if self._shapes is not None:
+                self._shapes[job.remaining, job.context] += 1
         else:
+            self._real.add(job)
             self.meter.arrive(job.tenant)
             program = self._programs.setdefault(job.session, _Program(job.submitted_ms))
             program.jobs += 1
@@ -167,7 +145,9 @@ class Scheduler:
                 del self._nodes[job.session]
         if job in self._spec:
             self._spec.remove(job)
+            self._shapes = None
         else:
+            self._real.remove(job)
             self.meter.leave(job.tenant)
             program = self._programs[job.session]
             program.jobs -= 1
@@ -202,6 +182,7 @@ class Scheduler:
         if not 0 <= tokens <= job.remaining:
             raise ConfigError(f"a job with {job.remaining} tokens left cannot have run {tokens}")
         self.meter.serve(job.tenant, job.kind, tokens)
+        self._shapes = None
         job.remaining -= tokens
         job.attained += tokens
         job.context += tokens
@@ -226,19 +207,19 @@ class Scheduler:
         self.meter.tick()
         late = [
             job
-            for job in self._order
-            if job in self._spec
-            and job.deadline_ms is not None
-            and now_ms >= job.deadline_ms
-            and not job.held
+            for job in self._spec
+            if job.deadline_ms is not None and now_ms >= job.deadline_ms and not job.held
         ]
+        late.sort(key=self._order.__getitem__)
         dropped = [(job, "deadline") for job in self._cancel(late)]
         committed, spec = self._ready()
+        if (alone := self.recovery.alone(committed)) is not None:
+            committed, spec = [alone], []
         grants, budget = self._committed_grants(committed, now_ms)
         tick = _Tick(predict_ms, list(grants.items()))
         works = self.config.max_batch_works - len(grants)
         unfinished = any(
-            job.remaining > grants.get(job, 0) for job in self._order if job.kind in _PREFILL
+            job.remaining > grants.get(job, 0) for job in self._real if job.kind in _PREFILL
         )
         committed_tokens = tick.tokens
         saturated = unfinished or not self._speculate(spec, tick, budget, works)
@@ -286,8 +267,8 @@ class Scheduler:
                 kind = JobClass.TAIL
             return kind, counters[job.tenant], due_ms, job.attained, self._order[job]
 
-        jobs = sorted(jobs, key=place)[: config.max_batch_works]
-        budget = config.max_batch_tokens
+        jobs = one_for_each_page(sorted(jobs, key=place))[: config.max_batch_works]
+        budget = self.recovery.room
         grants: dict[Job, int] = {}
         for job in jobs:
             sure = min(self._rate_tokens(job), job.remaining, budget)
@@ -333,9 +314,9 @@ class Scheduler:
                 break
             want = min(job.chunk, job.remaining, budget)
             fit = self._fit(job, want, tick, limit)
-            if not fit and alone and len(tick.items) == before:
+            if fit < want and alone and len(tick.items) == before:
                 # A machine too slow for the SLO must still get on when nothing else runs.
-                fit = min(config.page_size, want)
+                fit = max(fit, min(want, self._least(job, tick)))
             if fit:
                 tick.add(job, fit)
                 budget -= fit
@@ -358,6 +339,15 @@ class Scheduler:
                 high = pages - 1
         return low * size
 
+    def _least(self, job: Job, tick: _Tick) -> int:
+        """Tokens of a speculative chunk that runs alone, at least."""
+        size = self.config.page_size
+        most = self.config.c_spec // size
+        if self.decoding:
+            return size
+        slo_ms = self.config.ttft_slo_ms
+        return size * least_chunk(tick.predict_ms, size, most, job.context, slo_ms)
+
     def _of_session(self, session: str) -> Iterator[Job]:
         for queue in self._nodes.get(session, {}).values():
             yield from queue
@@ -372,7 +362,7 @@ class _Tick:
     """A step being put together: its items, tokens and mean context."""
 
     def __init__(self, predict_ms: PredictMs, items: list[tuple[Job, int]]) -> None:
-        self._predict_ms = predict_ms
+        self.predict_ms = predict_ms
         self.items = items
         self.tokens = sum(tokens for _, tokens in items)
         self._rows = sum(tokens * job.context for job, tokens in items)  # sum of contexts
@@ -381,7 +371,7 @@ class _Tick:
         """Predicted ms of the step, with `tokens` of one more job."""
         total = self.tokens + tokens
         rows = self._rows + (tokens * job.context if job else 0)
-        return self._predict_ms(total, rows // total)
+        return self.predict_ms(total, rows // total)
 
     def add(self, job: Job, tokens: int) -> None:
         self.items.append((job, tokens))

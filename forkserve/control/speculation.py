@@ -127,26 +127,30 @@ def _candidate(core: Core, tree: ContextTree, request: Request, t_idle_ms: float
 def _speculating(
     core: Core, tree: ContextTree, nodes: Mapping[int, object]
 ) -> dict[tuple[str, int], int]:
-    """Children that have speculative rows or work already, per parent, other than `nodes`."""
+    """Children that have speculative rows or work already, per parent, other than `nodes`.
+
+    The tree lists those that ever had.  While there are fewer of them than the cap they need not
+    be looked at; then the list is cleared, so a call does not cost more for every sibling.
+    """
     busy: dict[tuple[str, int], int] = {}
-    parents = {id(p): p for n in nodes if (p := tree.get(n).parent) is not None}
-    for parent in parents.values():
-        busy[tree.session, parent.id] = sum(
-            child.mode is NodeMode.SPEC
-            and child.id not in nodes
-            and (child.speculated > 0 or (tree.session, child.id) in core.tasks)
-            for child in parent.children.values()
-        )
+    asked = [tree.get(n) for n in nodes]
+    for parent in {node.parent.id for node in asked if node.parent is not None}:
+        listed = tree.guessed.get(parent, set())
+        if len(listed) + len(asked) > core.config.branch_cap:
+            listed -= {
+                child
+                for child in listed
+                if child.mode is not NodeMode.SPEC
+                or not (child.speculated or (tree.session, child.id) in core.tasks)
+            }
+        busy[tree.session, parent] = len(listed) - sum(node in listed for node in asked)
     return busy
 
 
 def _load(core: Core, tree: ContextTree, replanned: Mapping[int, object]) -> Load:
     now = core.clock.now_ms()
-    backlog = sum(
-        core.backend.predict_ms(job.remaining, job.context)
-        for job in core.scheduler.jobs(JobClass.SPEC)
-        if job.session != tree.session or job.node not in replanned
-    )
+    shapes = core.scheduler.backlog(tree.session, replanned)
+    backlog = sum(n * core.backend.predict_ms(*shape) for shape, n in sorted(shapes.items()))
     return Load(
         decoding=core.scheduler.decoding,
         decode_share=core.scheduler.decode_share(now, tree.session),
@@ -186,6 +190,7 @@ def _queue(
     late_ms = now + t_idle_ms + 1e3 * core.config.ttl_max_s
     task.deadline_ms = late_ms
     task.work = parts[0].kind
+    tree.note_guess(node)
     try:
         core.submit(task)
     except AdmissionRefused as error:

@@ -30,7 +30,9 @@ class EngineStats:
 
     shared_pages: with more than one reference.  speculative_pages: on tables of speculative nodes.
     index_pages: held by the prefix index alone.  cached_tokens: rows that `open` took from it.
-    hits: commits by class.  decode_steps: tokens sampled.  forward_passes: batches with a work.
+    hits: commits by class.  decode_steps: tokens sampled.  forced_tokens: those that a constraint
+    left no choice about, which needed no pass of their own.  forward_passes: batches with a work.
+    failed_passes: batches that the backend failed, whether or not their works were tried again.
     recomputed_tokens: rows computed again after an eviction or pre-emption (part of prefilled).
     """
 
@@ -54,7 +56,9 @@ class EngineStats:
     hits: Mapping[str, int]
     refusals: Mapping[str, int]
     decode_steps: int
+    forced_tokens: int
     forward_passes: int
+    failed_passes: int
     copied_rows: int
     evicted_nodes: int
     preemptions: int
@@ -76,7 +80,9 @@ class Counters:
     joins: int = 0
     aborts: int = 0
     decode_steps: int = 0
+    forced_tokens: int = 0
     forward_passes: int = 0
+    failed_passes: int = 0
     copied_rows: int = 0
     evicted_nodes: int = 0
     preemptions: int = 0

@@ -14,17 +14,33 @@ class TextStream:
     The pieces returned by `push` and `finish` concatenate to the decoded text up to the first stop
     string.  A piece never ends inside a character, and only a suffix that may still become a stop
     string is held back.
+
+    before: bytes that come just before.  A character that begins in them is part of this text:
+    text before it and text from here on make the text of all, wherever a path was cut or forked.
     """
 
     def __init__(
-        self, decode_bytes: Callable[[Sequence[int]], bytes], stop: Sequence[str] = ()
+        self,
+        decode_bytes: Callable[[Sequence[int]], bytes],
+        stop: Sequence[str] = (),
+        before: bytes = b"",
     ) -> None:
         self._decode_bytes = decode_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder.decode(before)  # keeps the beginning of a character, nothing else
         self._stop = tuple(stop)
+        self._longest = max((len(s) - 1 for s in self._stop), default=0)
         self._held = ""
-        self.text = ""
+        self._parts: list[str] = []
+        self.length = 0  # characters of `text`
         self.stopped: str | None = None  # the stop string that ended the text
+
+    @property
+    def text(self) -> str:
+        """All pieces so far."""
+        if len(self._parts) > 1:
+            self._parts[:] = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
 
     def push(self, tokens: Sequence[int]) -> str:
         """Text that became certain with these tokens; '' after a stop string was seen."""
@@ -39,21 +55,27 @@ class TextStream:
         return self._emit(self._decoder.decode(b"", final=True), final=True)
 
     def _emit(self, fresh: str, *, final: bool) -> str:
+        piece = self._certain(fresh, final) if self._stop else fresh
+        if piece:
+            self._parts.append(piece)
+            self.length += len(piece)
+        return piece
+
+    def _certain(self, fresh: str, final: bool) -> str:
+        """What of the held and the fresh text cannot be part of a stop string any more."""
         pending = self._held + fresh
         hits = [(at + len(s), at, s) for s in self._stop if (at := pending.find(s)) >= 0]
         if hits:  # the one that is complete first, so that the pieces make no difference
             _, at, self.stopped = min(hits)
-            piece, self._held = pending[:at], ""
-        else:
-            keep = 0 if final else self._may_stop(pending)
-            piece, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
-        self.text += piece
-        return piece
+            self._held = ""
+            return pending[:at]
+        keep = 0 if final else self._may_stop(pending)
+        self._held = pending[len(pending) - keep :]
+        return pending[: len(pending) - keep]
 
     def _may_stop(self, text: str) -> int:
         """Length of the longest suffix of `text` that a stop string begins with."""
-        longest = max((len(s) - 1 for s in self._stop), default=0)
-        for size in range(min(longest, len(text)), 0, -1):
+        for size in range(min(self._longest, len(text)), 0, -1):
             if any(s.startswith(text[-size:]) for s in self._stop):
                 return size
         return 0

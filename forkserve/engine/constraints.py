@@ -1,4 +1,4 @@
-"""Constraints on sampling: a list of choices, a JSON schema, a regular expression.
+"""Constraints on sampling: a list of choices, a JSON schema, a regular expression, a grammar.
 
 Each satisfies `forkserve.types.Constraint`: what may follow depends on the tokens generated so
 far and on nothing else, so a constraint may be shared by branches and asked in any order.
@@ -6,6 +6,7 @@ far and on nothing else, so a constraint may be shared by branches and asked in 
 
 from __future__ import annotations
 
+import importlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 
 from forkserve.engine.protocol import Tokenizer
 from forkserve.errors import ConfigError, MissingExtra
-from forkserve.types import Tokens
+from forkserve.types import IntArray, Tokens
 
 __all__ = ["ChoiceConstraint", "GrammarConstraint"]
 
@@ -99,7 +100,27 @@ class GrammarConstraint:
         grammar = _guidance().LLMatcher.grammar_from_regex(regex)
         return cls(tokenizer, grammar, vocab_size=vocab_size, eos_ids=eos_ids)
 
-    def allowed(self, generated: Tokens) -> Sequence[int]:
+    @classmethod
+    def from_lark(
+        cls, tokenizer: Tokenizer, lark: str, *, vocab_size: int, eos_ids: Sequence[int]
+    ) -> GrammarConstraint:
+        """Text of the rule `start` of a Lark grammar, in llguidance's dialect of Lark."""
+        grammar = _guidance().LLMatcher.grammar_from_lark(lark)
+        return cls(tokenizer, grammar, vocab_size=vocab_size, eos_ids=eos_ids)
+
+    @classmethod
+    def from_ebnf(
+        cls, tokenizer: Tokenizer, ebnf: str, *, vocab_size: int, eos_ids: Sequence[int]
+    ) -> GrammarConstraint:
+        """Text of the rule `root` of an EBNF grammar in GBNF notation (``root ::= "a" [0-9]+``)."""
+        convert = _guidance("llguidance.gbnf_to_lark")
+        try:
+            lark = convert.gbnf_to_lark(ebnf)
+        except Exception as error:  # of no kind of its own for a rule that is missing
+            raise ConfigError(f"the EBNF grammar is refused: {error}") from error
+        return cls.from_lark(tokenizer, lark, vocab_size=vocab_size, eos_ids=eos_ids)
+
+    def allowed(self, generated: Tokens) -> Sequence[int] | IntArray:
         """Ids that keep the text within the grammar; empty after the end and outside it."""
         generated = list(generated)
         if generated and generated[-1] in self._eos:
@@ -111,11 +132,9 @@ class GrammarConstraint:
                 return self._eos
             mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             complete = self._matcher.is_accepting()
-        ids: list[int] = np.flatnonzero(
-            np.unpackbits(mask, bitorder="little", count=self._vocab_size)
-        ).tolist()
+        ids = np.flatnonzero(np.unpackbits(mask, bitorder="little", count=self._vocab_size))
         # The library knows one end id; a model may have several.
-        return ids if not complete else sorted({*ids, *self._eos})
+        return np.union1d(ids, self._eos) if complete else ids
 
     def _move_to(self, generated: list[int]) -> bool:
         """Bring the matcher to `generated`; False if the grammar does not admit it."""
@@ -134,12 +153,11 @@ class GrammarConstraint:
         return taken == len(more)
 
 
-def _guidance() -> Any:
+def _guidance(module: str = "llguidance") -> Any:
     try:
-        import llguidance
+        return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtra("constrained decoding by a grammar", "engine", "llguidance") from error
-    return llguidance
 
 
 class _Vocabulary:

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from forkserve.clock import Clock, VirtualClock
 from forkserve.config import ForkServeConfig
 from forkserve.engine.protocol import Tokenizer
-from forkserve.engine.sampling import sample
-from forkserve.errors import BackendError
+from forkserve.engine.sampling import log_p, sample, top_logprobs
+from forkserve.errors import BackendError, ConfigError
 from forkserve.types import Batch, BatchResult, ModelInfo, SampleSpec, Span, Work, WorkResult
 
 __all__ = ["ByteTokenizer", "MockBackend"]
@@ -123,7 +123,14 @@ class MockBackend:
         self._fail_next: Exception | None = None
         shape = (self.config.capacity_pages, self.config.page_size, 2)
         self._poison = np.random.default_rng(self.config.seed ^ 0x5EED)
-        self._rows: U64 = np.empty(shape, np.uint64)  # [pages, P, (a, b)]
+        try:
+            self._rows: U64 = np.empty(shape, np.uint64)  # [pages, P, (a, b)]
+        except (MemoryError, ValueError) as error:
+            rows = self.config.capacity_pages * self.config.page_size
+            raise ConfigError(
+                f"capacity_pages={self.config.capacity_pages} of {self.config.page_size} tokens "
+                f"need {16 * rows / 2**30:.4g} GiB, which cannot be had ({error}); lower it"
+            ) from error
         self._fresh = np.ones(shape[0], bool)  # pages whose slots were never poisoned
         self._ids_row: U64 = np.arange(vocab_size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
@@ -226,7 +233,10 @@ class MockBackend:
             last = result.logits if result.logits is not None else self._logits(total_b[-1])
             last = last[-1] if last.ndim == 2 else last
             token, logprob = sample(last, work.sample)
-            result.token, result.logprob = (token if scripted is None else scripted), logprob
+            if scripted is not None and scripted != token:
+                token, logprob = scripted, log_p(last, scripted) if logprob is not None else None
+            result.token, result.logprob = token, logprob
+            result.top = top_logprobs(last, work.sample.params.top_logprobs)
             if not work.logits and not work.all_logits:
                 result.logits = None
         return np.stack([a, b], 1), result

@@ -1,7 +1,8 @@
 """Choose a token from logits.  Shared by every backend; numpy only.
 
-The random number of a draw is a function of (seed, position) and of nothing else: not of the
-batch, not of what was drawn before.  So a fork, a pre-emption or a replay draws the same token.
+The random number of a draw is a function of (seed, position), and what penalties read is a function
+of the tokens before it; nothing depends on the batch, or on how the path came to be.  So a fork, a
+pre-emption or a replay draws the same token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from forkserve.errors import BackendError
 from forkserve.types import SampleSpec, SamplingParams
 
-__all__ = ["sample", "uniform"]
+__all__ = ["log_p", "sample", "top_logprobs", "uniform"]
 
 FloatArray = npt.NDArray[np.float32]
 _Doubles = npt.NDArray[np.float64]
@@ -33,28 +34,83 @@ def sample(
 ) -> tuple[int, float | None]:
     """(token, log p) for logits [V].  largest: the lowest id of the largest logit, if known.
 
-    temperature 0 takes the largest logit, the lowest id among equals.  Otherwise, in this order:
-    the ids that `spec.allowed` permits, temperature, top_k, top_p, min_p, then the inverse of the
-    cumulative distribution in id order.  log p is of the raw distribution (no temperature, no
-    filter), if `params.logprobs` asks for it.
+    temperature 0 takes the largest logit, the lowest id among equals.  Before that the logits are
+    adjusted: logit_bias, then repetition, frequency and presence penalty, in vLLM's order.
+    Otherwise, in this order: adjusted logits, the ids that `spec.allowed` permits, temperature,
+    top_k, top_p, min_p, then the inverse of the cumulative distribution in id order.  log p is of
+    the raw distribution (nothing adjusted, no temperature, no filter), if `params.logprobs` asks
+    for it.
     """
     params = spec.params
     ids = _allowed(spec, logits.size)
-    values = logits if ids is None else logits[ids]
-    first = largest if largest is not None and ids is None else int(values.argmax())
+    adjusted = _adjusted(logits, spec)
+    values = adjusted if ids is None else adjusted[ids]
+    if largest is not None and values is logits:
+        first = largest
+    else:
+        first = int(values.argmax())
     top = float(values[first])  # argmax gives a NaN precedence
     if not isfinite(top):
         raise BackendError(f"no logit is finite at position {spec.position} (largest: {top})")
     choice = first if params.temperature == 0 else _draw(values, spec)
     token = choice if ids is None else int(ids[choice])
-    return token, _log_p(logits, token) if params.logprobs else None
+    return token, log_p(logits, token) if params.logprobs else None
+
+
+def log_p(logits: FloatArray, token: int) -> float:
+    """log p of a token under the raw distribution."""
+    values = logits.astype(np.float64)
+    return float(values[token] - _log_sum(values))
+
+
+def top_logprobs(logits: FloatArray, count: int) -> tuple[tuple[int, float], ...]:
+    """(id, log p) of the `count` likeliest ids under the raw distribution, best first.
+
+    Of equal ones the lower id comes first.
+    """
+    count = min(count, logits.size)
+    if count < 1:
+        return ()
+    values = logits.astype(np.float64)
+    least = np.partition(values, -count)[-count]
+    ids = np.flatnonzero(values >= least)
+    ids = ids[np.argsort(-values[ids], kind="stable")][:count]
+    whole = _log_sum(values)
+    return tuple((int(i), float(values[i] - whole)) for i in ids)
+
+
+def _log_sum(values: _Doubles) -> float:
+    top = values.max()
+    return float(top + np.log(np.exp(values - top).sum()))
+
+
+def _adjusted(logits: FloatArray, spec: SampleSpec) -> FloatArray:
+    """The logits with bias and penalties; the row itself when there are none."""
+    params = spec.params
+    if not params.logit_bias and not params.counts_tokens:
+        return logits
+    out = logits.copy()
+    if params.biases:
+        ids, bias = zip(*params.biases, strict=True)
+        out[list(ids)] += np.asarray(bias, np.float32)
+    if params.counts_tokens:
+        if spec.seen is None or spec.counts is None:
+            raise BackendError(f"no token counts came with a penalty at position {spec.position}")
+        seen, factor = out[spec.seen], np.float32(params.repetition_penalty)
+        seen = np.where(seen > 0, seen / factor, seen * factor)
+        seen -= np.float32(params.frequency_penalty) * spec.counts.astype(np.float32)
+        seen -= np.float32(params.presence_penalty) * (spec.counts > 0)
+        out[spec.seen] = seen
+    return out
 
 
 def _allowed(spec: SampleSpec, vocab: int) -> _Ids | None:
     """The permitted ids in ascending order, or None for all."""
     if spec.allowed is None:
         return None
-    ids = np.unique(np.asarray(spec.allowed, dtype=np.int64))
+    ids = np.asarray(spec.allowed, dtype=np.int64)
+    if ids.size > 1 and not (ids[1:] > ids[:-1]).all():
+        ids = np.unique(ids)
     if ids.size == 0 or ids[0] < 0 or ids[-1] >= vocab:
         raise BackendError(
             f"{ids.size} ids are allowed at position {spec.position}; "
@@ -101,9 +157,3 @@ def _filter(weights: _Doubles, params: SamplingParams) -> _Ids | None:
     if params.min_p > 0.0:
         kept = kept[weights[kept] >= params.min_p]  # the largest weight is 1
     return kept
-
-
-def _log_p(logits: FloatArray, token: int) -> float:
-    values = logits.astype(np.float64)
-    top = values.max()
-    return float(values[token] - top - np.log(np.exp(values - top).sum()))

@@ -60,17 +60,21 @@ class PrefixIndex:
         """Every page the index holds a reference to."""
         return [entry.page for entry in self._entries.values()]
 
-    def lookup(self, salt: str, tokens: Tokens) -> tuple[list[int], bytes]:
+    def lookup(
+        self, salt: str, tokens: Tokens, skip: int = 0, digest: bytes = b""
+    ) -> tuple[list[int], bytes]:
         """Pages of the longest published prefix of `tokens`, and the digest at its end.
+
+        skip: pages at the beginning that are known already, with `digest` at their end.
 
         At least one token is always left to compute, because a session needs logits.  The caller
         must take its references before it allocates anything.
         """
         size = self._pool.page_size
-        digest = root_digest(salt)
+        digest = digest if skip else root_digest(salt)
         pages: list[int] = []
         used: list[bytes] = []
-        for begin in range(0, (len(tokens) - 1) // size * size, size):
+        for begin in range(skip * size, (len(tokens) - 1) // size * size, size):
             ids = tokens[begin : begin + size]
             following = page_digest(digest, ids)
             entry = self._entries.get(following)

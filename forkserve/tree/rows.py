@@ -26,6 +26,7 @@ __all__ = [
     "missing",
     "release",
     "reserve",
+    "resident",
     "rollback",
     "settle",
     "spans",
@@ -37,7 +38,8 @@ class Reservation:
     """Rows promised to one work, until the batch has run.
 
     fresh: pages allocated for it.  dropped: pages that lose this table's reference on success.
-    before: the page list to go back to on failure; created: the segment did not exist before.
+    before, sealed: the page list and the seal to go back to on failure.  created: the segment did
+    not exist before.
     """
 
     node: Node
@@ -50,6 +52,7 @@ class Reservation:
     dropped: list[int] = field(default_factory=list)
     before: list[int] = field(default_factory=list)
     created: bool = False
+    sealed: bool = False
 
 
 def missing(node: Node, upto: int) -> list[tuple[Node, int, int]]:
@@ -147,10 +150,10 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
     """
     pool, size = tree.pool, tree.pool.page_size
     last = node.segments[-1] if node.segments else None
-    if last is not None and last.sealed and not last.shared and not _watched(node, last):
-        last.sealed = False
-    if last is not None and not last.sealed:
-        return _grow(tree, node, last, begin, count)
+    if last is not None and (not last.sealed or not (last.shared or _watched(node, last))):
+        held = _grow(tree, node, last, begin, count)
+        held.sealed, last.sealed = last.sealed, False
+        return held
     before = last if last is not None else _segment_at(node.parent, begin)
     rest = (begin - before.start) % size if before is not None else 0
     # A child that forked before this node had a row must not see its page: it would be written.
@@ -170,7 +173,7 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
         source = before.pages[(begin - before.start) // size]
         copies.append(RowCopy(source, 0, fresh[0], 0, rest))
     node.segments.append(segment)
-    _resident(node)
+    resident(node)
     write = Span(segment.key, segment.pages, begin, count, begin - start)
     return Reservation(node, segment, begin, count, write, copies, fresh, created=True)
 
@@ -191,6 +194,7 @@ def settle(tree: ContextTree, held: Reservation) -> None:
         segment.sealed = True  # forked here before the rows were written, or while they were
     if held.node.mode is NodeMode.SPEC:
         held.node.speculated += held.count
+        tree.note_guess(held.node)
 
 
 def rollback(tree: ContextTree, held: Reservation) -> None:
@@ -203,7 +207,7 @@ def rollback(tree: ContextTree, held: Reservation) -> None:
         if held.created:
             node.segments.remove(segment)
         else:
-            segment.pages = held.before
+            segment.pages, segment.sealed = held.before, segment.sealed or held.sealed
         tree.pool.decref(fresh)
 
 
@@ -239,6 +243,8 @@ def cut(tree: ContextTree, node: Node, position: int) -> int:
         page = segment.pages[-1]
         if pool.refs[page] == 1:
             pool.valid[page] = position - segment.start - (keep - 1) * pool.page_size
+        else:
+            segment.sealed = True  # on another table as well: whoever goes on copies its rows
     tree.epoch += 1
     return freed
 
@@ -260,12 +266,12 @@ def _grow(tree: ContextTree, node: Node, segment: Segment, begin: int, count: in
             kept[-1] = fresh[0]
             tree.epoch += 1
         segment.pages = kept + fresh[borrowed:]
-    _resident(node)
+    resident(node)
     write = Span(segment.key, segment.pages, begin, count, begin - segment.start)
     return Reservation(node, segment, begin, count, write, copies, fresh, dropped, before)
 
 
-def _resident(node: Node) -> None:
+def resident(node: Node) -> None:
     """The node is about to have rows: it and what is above it count as present again."""
     node.evicted = False
     for above in node.ancestors():

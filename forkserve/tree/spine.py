@@ -23,17 +23,28 @@ __all__ = [
 
 
 def take_prefix(tree: ContextTree, index: PrefixIndex) -> int:
-    """Give the root the longest published prefix by reference; returns the rows it got."""
-    root = tree.root
-    assert not root.segments, "the root has rows already"
-    pages, digest = index.lookup(tree.salt, root.tokens)
+    """Give the root the longest published prefix by reference; returns the rows it gained.
+
+    A root that is being computed goes on behind its own whole pages; rows of its own behind them
+    are given back for the shared page.
+    """
+    root, size = tree.root, tree.pool.page_size
+    have = root.published
+    if have != root.kv_end // size:
+        return 0  # pages that the index does not know stand in between
+    pages, digest = index.lookup(tree.salt, root.tokens, have, root.digest)
     if not pages:
         return 0
     tree.pool.incref(pages)
-    rows = len(pages) * tree.pool.page_size
-    root.segments.append(Segment(("prefix", digest), 0, pages, rows, sealed=True, shared=True))
-    root.published, root.digest, root.evicted = len(pages), digest, False
-    return rows
+    before, start = root.kv_end, have * size
+    if before > start:
+        cut(tree, root, start)
+    end = start + len(pages) * size
+    key = ("prefix", start, digest)
+    root.segments.append(Segment(key, start, pages, end, sealed=True, shared=True))
+    root.published, root.digest, root.evicted = have + len(pages), digest, False
+    tree.epoch += 1
+    return end - before
 
 
 def publish(tree: ContextTree, index: PrefixIndex, node: Node) -> int:

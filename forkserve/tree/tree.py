@@ -55,6 +55,9 @@ class ContextTree:
         self.dead: list[Node] = []  # aborted lazily: pages still held
         self.next_id = ROOT
         self.next_line = MAIN_LINE + 1
+        self.guessed: dict[int, set[Node]] = {}  # parent -> children that ever were speculated on
+        self.cached = 0  # rows of the root that other sessions had computed
+        self.reached = 0  # rows that the root had before they were evicted
 
     # ---------------------------------------------------------------- look-up
 
@@ -88,6 +91,8 @@ class ContextTree:
     def tokens(self, node: Node, begin: int = 0, end: int | None = None) -> array[int]:
         """Tokens of positions [begin, end) on the path root..node."""
         need = node.length if end is None else min(end, node.length)
+        if begin >= node.alias_len:  # its own alone, as for every step of a generation
+            return node.tokens[begin - node.alias_len : max(need - node.alias_len, 0)]
         parts: list[array[int]] = []
         current: Node | None = node
         while current is not None and need > begin:
@@ -162,12 +167,18 @@ class ContextTree:
         """Add tokens at the end of a node.  Children keep the view they forked from."""
         node.tokens.extend(tokens)
 
+    def note_guess(self, node: Node) -> None:
+        """The node has speculative work or rows now."""
+        assert node.parent is not None
+        self.guessed.setdefault(node.parent.id, set()).add(node)
+
     def detach(self, node: Node) -> list[Node]:
         """Take a subtree out of the tree and mark it Dead; rows are not touched."""
         gone = list(node.subtree())
         for dead in gone:
             dead.mode = NodeMode.DEAD
             del self.nodes[dead.id]
+            self.guessed.pop(dead.id, None)
             if self.tips.get(dead.line) is dead:
                 self._retreat(dead)
         if node.parent is not None:

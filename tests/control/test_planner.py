@@ -1,58 +1,21 @@
-"""The planner: formulas by hand, one test per refusal, fractional admission, the ledger."""
+"""The planner: formulas by hand, one test per refusal, the ledger."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forkserve.config import ForkServeConfig
 from forkserve.control.candidates import Candidate
 from forkserve.control.costs import page_price, pages_for, usefulness
-from forkserve.control.planner import Load, Plan, Planner, PoolView
+from forkserve.control.planner import Load, Planner, PoolView
 from forkserve.errors import ConfigError
 from forkserve.types import WorkKind
 
-CONFIG = ForkServeConfig()  # gamma 20 ms, lambda 4, P 16, c_spec 512, TTFT SLO 200 ms
-ROOMY = PoolView(10_000, 10_000, 1.0)
-
-
-def linear(ms_per_token: float) -> Callable[[int, int], float]:
-    return lambda tokens, context: ms_per_token * tokens
-
-
-def branch(node: int = 2, **changes: Any) -> Candidate:
-    fields: dict[str, Any] = {
-        "session": "s", "node": node, "parent": 1, "branch": f"b{node}", "generation": 0,
-        "tenant": "t", "known": 64, "guess": 0, "p": 1.0, "q": 0.9, "schema_stable": True,
-        "t_idle_ms": 1000.0, "context": 1024,
-    }  # fmt: skip
-    return Candidate(**{**fields, **changes})
-
-
-def plan(
-    *candidates: Candidate,
-    pool: PoolView = ROOMY,
-    ms: float = 0.1,
-    config: ForkServeConfig = CONFIG,
-    speculating: dict[tuple[str, int], int] | None = None,
-    load: Load = Load(),  # noqa: B008
-) -> Plan:
-    planner = Planner(config, linear(ms))
-    return planner.plan(candidates, pool, speculating=speculating or {}, load=load)
-
-
-def admitted(answer: Plan) -> list[tuple[int, WorkKind, int]]:
-    return [(a.candidate.node, a.kind, a.tokens) for a in answer.admitted]
-
-
-def reasons(answer: Plan) -> list[tuple[int, str, int]]:
-    return [(r.candidate.node, r.reason, r.tokens) for r in answer.refused]
-
+from .plans import CONFIG, ROOMY, admitted, branch, linear, plan, reasons
 
 # -- formulas --------------------------------------------------------------------------------
 
@@ -227,56 +190,6 @@ def test_a_guess_needs_its_whole_known_suffix() -> None:
     assert admitted(answer) == [(2, WorkKind.KNOWN, 48)]
     assert reasons(answer) == [(2, "idle_horizon", 16), (2, "idle_horizon", 32)]
     assert "16 of the 64 known tokens" in answer.refused[1].message
-
-
-# -- fractions and chunks --------------------------------------------------------------------
-
-
-def test_a_long_item_is_admitted_up_to_the_last_whole_chunk() -> None:
-    answer = plan(branch(known=2000, t_idle_ms=110.0))  # a chunk of 512 takes 51.2 ms
-    (admission,) = answer.admitted
-    assert (admission.tokens, admission.chunk, admission.pages) == (1024, 512, 64)
-    assert admission.gain_ms == pytest.approx(102.4)
-    assert reasons(answer) == [(2, "idle_horizon", 976)]
-
-
-def test_a_chunk_longer_than_the_pause_is_cut_to_pages_that_fit() -> None:
-    answer = plan(branch(known=400, t_idle_ms=33.0))
-    assert [(a.tokens, a.chunk) for a in answer.admitted] == [(320, 320)]
-
-
-def test_pages_cut_an_item_too() -> None:
-    answer = plan(branch(known=2000), pool=PoolView(100, 10_000, 0.0))
-    assert [(a.tokens, a.pages) for a in answer.admitted] == [(1536, 96)]
-    assert reasons(answer) == [(2, "pages", 464)]
-
-
-@pytest.mark.parametrize(
-    ("ms", "load", "chunk"),
-    [
-        (0.01, Load(), 512),  # c_spec
-        (0.5, Load(), 192),  # 96 ms: half of the TTFT SLO is 100
-        (0.5, Load(decoding=True), 32),  # 16 ms: gamma is 20
-        (0.5, Load(decode_share=0.1), 32),
-        (50.0, Load(), 16),  # a page at least
-    ],
-)
-def test_chunks_are_sized_by_predicted_time(ms: float, load: Load, chunk: int) -> None:
-    answer = plan(branch(known=4000, t_idle_ms=1e9), ms=ms, load=load)
-    assert [a.chunk for a in answer.admitted] == [chunk]
-
-
-def test_c_spec_below_a_page_is_kept() -> None:
-    answer = plan(branch(), config=CONFIG.replace(c_spec=10))
-    assert [a.chunk for a in answer.admitted] == [10]
-
-
-def test_deep_context_makes_smaller_chunks() -> None:
-    planner = Planner(CONFIG, lambda tokens, context: tokens * (0.01 + context * 1e-5))
-    shallow = planner.plan([branch(2, known=2000, context=0)], ROOMY, speculating={})
-    deep = planner.plan([branch(3, known=2000, context=100_000)], ROOMY, speculating={})
-    assert shallow.admitted[0].chunk == 512
-    assert deep.admitted[0].chunk == 96
 
 
 # -- guesses, exact and greedy ---------------------------------------------------------------

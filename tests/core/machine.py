@@ -96,9 +96,14 @@ class Bench(RuleBasedStateMachine):
         constraint = Alphabet(base, base + LETTERS) if self.own else None
         if n % 3:
             return SamplingParams(ignore_eos=True, constraint=constraint)
-        temperature = 0.5 + n % 2
         return SamplingParams(
-            temperature=temperature, seed=n, top_k=n % 5, ignore_eos=True, constraint=constraint
+            temperature=0.5 + n % 2,
+            seed=n,
+            top_k=n % 5,
+            repetition_penalty=(1.0, 1.3)[n % 7 < 3],
+            frequency_penalty=(0.0, 1.5)[n % 11 < 4],
+            ignore_eos=True,
+            constraint=constraint,
         )
 
     def busy(self, name: str, node: int | None = None) -> bool:

@@ -166,10 +166,12 @@ def prefix_sharing() -> None:
 def deduped() -> None:
     """Two sessions that computed the same text at the same time end with one frame of it."""
     eng = engine()
-    names = [eng.open(PROMPT, session=s, prefill=False).id for s in ("one", "two")]
+    names = [eng.open(PROMPT[:2], session=s).id for s in ("one", "two")]
+    for s in names:
+        eng.commit(s, 1, PROMPT[2:])
     assert eng.generate_many(names, 1) == [cold(PROMPT, 1)] * 2
     eng.check()
-    pages = [node(eng, s, 1).segments[0].pages for s in names]
+    pages = [node(eng, s, 2).segments[0].pages for s in names]
     assert pages[0][:2] == pages[1][:2]
     assert pages[0][2] != pages[1][2]
     assert eng.stats().live_pages == 4

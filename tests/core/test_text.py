@@ -98,3 +98,48 @@ def test_the_text_does_not_depend_on_the_pieces(
     out, pieces = stream(data, [min(cut, len(data)) for cut in cuts], stops)
     assert "".join(pieces) == out.text == first_stop(text, stops)
     assert (out.stopped is not None) == any(s in text for s in stops)
+
+
+@given(st.binary(max_size=40), st.lists(st.integers(0, 40), max_size=12))
+def test_any_bytes_give_what_decoding_them_at_once_gives(data: bytes, cuts: list[int]) -> None:
+    """Broken sequences too: each is replaced as often as a whole decode replaces it."""
+    out, pieces = stream(data, [min(cut, len(data)) for cut in cuts])
+    assert "".join(pieces) == out.text == data.decode("utf-8", "replace")
+    assert out.length == len(out.text)
+
+
+@given(st.text(st.sampled_from("aé語🙂\ufffd"), max_size=20), st.integers(0, 60))
+def test_a_cut_anywhere_loses_no_character(text: str, cut: int) -> None:
+    data = text.encode()
+    before, after = data[:cut], data[cut:]
+    out = TextStream(raw, (), before)
+    out.push(after)
+    out.finish()
+    whole = before.decode("utf-8", "ignore")  # what was complete before the cut
+    assert whole + out.text == text
+
+
+@given(st.binary(max_size=12), st.binary(max_size=12))
+def test_what_came_before_is_only_a_beginning(before: bytes, after: bytes) -> None:
+    """Even of bytes that are no text: the two parts make the whole decode."""
+    first = TextStream(raw)
+    shown = first.push(before)  # without what is held back for the next byte
+    out = TextStream(raw, (), before)
+    pieces = [out.push(after[i : i + 1]) for i in range(len(after))]
+    pieces.append(out.finish())
+    assert shown + "".join(pieces) == (before + after).decode("utf-8", "replace")
+
+
+@given(
+    st.text(st.sampled_from("aé🙂"), min_size=1, max_size=12),
+    st.lists(st.text("aé🙂", min_size=1, max_size=3), min_size=1, max_size=3),
+    st.integers(0, 40),
+)
+def test_a_stop_string_begins_after_the_cut(text: str, stops: list[str], cut: int) -> None:
+    data = text.encode()
+    cut = min(cut, len(data))
+    before, after = data[:cut].decode("utf-8", "ignore"), data[cut:]
+    out = TextStream(raw, stops, data[:cut])
+    pieces = [out.push(after[i : i + 1]) for i in range(len(after))]
+    pieces.append(out.finish())
+    assert "".join(pieces) == out.text == first_stop(text[len(before) :], stops)

@@ -7,6 +7,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,12 +105,65 @@ def test_regex_in_any_order_of_calls(tokenizer: LocalTokenizer) -> None:
     assert answers[-1] == ()
 
 
+ARITHMETIC_LARK = """
+start: term (("+" | "-") term)*
+term: NUMBER | "(" start ")"
+NUMBER: /[0-9]{1,3}/
+"""
+ARITHMETIC_EBNF = """
+root ::= term (("+" | "-") term)*
+term ::= [0-9]{1,3} | "(" root ")"
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "grammar"),
+    [
+        (GrammarConstraint.from_lark, ARITHMETIC_LARK),
+        (GrammarConstraint.from_ebnf, ARITHMETIC_EBNF),
+    ],
+)
+def test_grammars_with_recursion(tokenizer: LocalTokenizer, make: Any, grammar: str) -> None:
+    constraint = make(tokenizer, grammar, vocab_size=SIZE, eos_ids=EOS)
+    draw, done = random.Random(3), 0
+    for _ in range(40):
+        out = walk(constraint, draw, 60)
+        if out[-1] == EOS[0]:
+            text = tokenizer.decode_bytes(out[:-1]).decode()
+            assert re.fullmatch(r"[0-9()+-]+", text)
+            eval(re.sub(r"\b0+(?=\d)", "", text))  # Python agrees on where brackets go
+            done += 1
+    assert done > 5
+
+
+def test_forced_text_has_masks_of_one_id(tokenizer: LocalTokenizer) -> None:
+    """What lets the engine append it without asking the model."""
+    constraint = GrammarConstraint.from_regex(
+        tokenizer, "the same (yes|no) again", vocab_size=SIZE, eos_ids=EOS
+    )
+    out: list[int] = []
+    while len(allowed := constraint.allowed(out)) == 1:
+        out.append(int(allowed[0]))
+    assert tokenizer.decode_bytes(out) == b"the same "
+    assert len(allowed) == 2
+
+
 def test_refused_grammars(tokenizer: LocalTokenizer) -> None:
     with pytest.raises(ConfigError, match="refused"):
         GrammarConstraint.from_regex(tokenizer, "(((", vocab_size=SIZE, eos_ids=EOS)
     for schema in ('{"type": "nonsense"}', "no json"):
         with pytest.raises(ConfigError, match="refused"):
             GrammarConstraint.from_json_schema(tokenizer, schema, vocab_size=SIZE, eos_ids=EOS)
+    for make, grammars in (
+        (GrammarConstraint.from_lark, ('start: "a', "other: /a/", "start: missing", "")),
+        (
+            GrammarConstraint.from_ebnf,
+            ("root ::= (", 'other ::= "a"', "root ::= missing", "", "\0"),
+        ),
+    ):
+        for grammar in grammars:
+            with pytest.raises(ConfigError, match="refused"):
+                make(tokenizer, grammar, vocab_size=SIZE, eos_ids=EOS)
     with pytest.raises(ConfigError, match="end id"):
         GrammarConstraint.from_regex(tokenizer, "a", vocab_size=SIZE, eos_ids=())
 
@@ -118,6 +172,8 @@ def test_without_the_library(tokenizer: LocalTokenizer, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingExtra, match=r"forkserve\[engine\]"):
         GrammarConstraint.from_regex(tokenizer, "a", vocab_size=SIZE, eos_ids=EOS)
+    with pytest.raises(MissingExtra, match=r"forkserve\[engine\]"):
+        GrammarConstraint.from_ebnf(tokenizer, 'root ::= "a"', vocab_size=SIZE, eos_ids=EOS)
 
 
 def test_folder_without_tokenizer(tmp_path: Path) -> None:

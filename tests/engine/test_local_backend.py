@@ -234,6 +234,39 @@ def test_cost_model_learns_and_is_monotone() -> None:
     assert cost.predict_ms(8, 2000) > cost.predict_ms(8, 0)
 
 
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+@pytest.mark.parametrize("place", [1, 16, 128])
+def test_one_bad_sample_spoils_no_size(place: int, factor: float) -> None:
+    """The first one too, and sizes that were never seen even less."""
+    sizes = [1, 5, 16, 64, 200, 2048, 100_000]
+    cost = CostModel(10.0, 16, 40.0)
+    before = [cost.predict_ms(n) for n in sizes]
+    cost.observe(place, 0, before[0] * factor)
+    after = [cost.predict_ms(n) for n in sizes]
+    assert after == sorted(after)
+    assert all(a / 2 <= b <= 2.01 * a for a, b in zip(before, after, strict=True))
+
+
+def test_sizes_that_are_known_well_are_not_lifted_by_a_smaller_one() -> None:
+    cost = CostModel(10.0, 16, 40.0)
+    for _ in range(20):
+        cost.observe(512, 0, 500.0)
+    for _ in range(3):
+        cost.observe(8, 0, 1e9)
+    assert cost.predict_ms(8) <= cost.predict_ms(512) < 600
+
+
+def test_sizes_between_and_beyond_follow_their_neighbours() -> None:
+    """A machine of half the speed that was thought: everything takes twice as long."""
+    cost = CostModel(10.0, 16, 40.0)
+    truth = CostModel(20.0, 16, 80.0)
+    for _ in range(30):
+        for n in (1, 16, 256):
+            cost.observe(n, 0, truth.predict_ms(n))
+    for n in (1, 4, 16, 64, 256, 1000, 10_000):
+        assert cost.predict_ms(n) == pytest.approx(truth.predict_ms(n), rel=0.02)
+
+
 def test_predictions_are_refined_by_execution(backend: LocalBackend) -> None:
     rig = Rig(backend)
     assert backend.predict_ms(1) > 0

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -339,3 +340,42 @@ def test_closing_while_another_thread_waits(make: Make) -> None:
     s.close()
     thread.join()
     assert "closed" in errors[0]
+
+
+# ---------------------------------------------------------------- n attempts
+
+
+def test_attempts_decode_in_shared_passes_and_one_wins(make: Make) -> None:
+    eng = make()
+    with eng.session("a prompt of some length") as s:
+        s.generate(1)
+        ways = s.attempts(5, "way")
+        assert [way.name for way in ways] == ["way1", "way2", "way3", "way4", "way5"]
+        before = eng.stats().forward_passes
+        replies = s.generate_many(ways, 6, temperature=1.0, ignore_eos=True)
+        assert eng.stats().forward_passes - before <= 7
+        assert len({reply.tokens for reply in replies}) == 5
+        below = ways[2].attempts(2)
+        more = s.generate_many(below, 2, temperature=1.0, ignore_eos=True)
+        assert more[0].tokens != more[1].tokens
+        below[1].commit()
+        ways[2].commit()
+        assert not any(way.alive for way in ways[:2] + ways[3:])
+        assert s.tokens[-8:] == [*replies[2].tokens, *more[1].tokens]
+        eng.check()
+
+
+def test_attempts_draw_the_same_in_another_engine(make: Make) -> None:
+    def run() -> list[tuple[int, ...]]:
+        with make().session("prompt", seed=5) as s:
+            return [r.tokens for r in s.generate_many(s.attempts(3), 5, temperature=1.0)]
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, True])
+def test_attempts_of_a_wrong_number(eng: Engine, n: Any) -> None:
+    with eng.session("prompt") as s:
+        with pytest.raises(ConfigError, match="n="):
+            s.attempts(n)
+        assert s.tip.children == []

@@ -16,7 +16,7 @@ from forkserve.engine.local.cost import CostModel
 from forkserve.engine.local.portable import identity
 from forkserve.engine.local.runner import Floats, Ints, Runner, Setup, make_runner
 from forkserve.engine.protocol import Tokenizer
-from forkserve.engine.sampling import sample
+from forkserve.engine.sampling import sample, top_logprobs
 from forkserve.errors import BackendError, ConfigError
 from forkserve.types import Batch, BatchResult, ModelInfo, Span, Work, WorkResult
 
@@ -210,5 +210,7 @@ def _result(work: Work, logits: Floats, top: Ints) -> WorkResult:
     elif work.logits:
         result.logits = logits[-1].copy()
     if work.sample is not None:
-        result.token, result.logprob = sample(logits[-1], work.sample, int(top[-1]))
+        row = logits[-1]
+        result.token, result.logprob = sample(row, work.sample, int(top[-1]))
+        result.top = top_logprobs(row, work.sample.params.top_logprobs)
     return result

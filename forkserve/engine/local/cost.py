@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import bisect
+from statistics import median
 
 __all__ = ["CostModel"]
 
 _WEIGHT = 0.2  # of a new sample, once there are some
-_OUTLIER = 3.0  # then a sample counts as at most this multiple of what was expected
-_SETTLED = 3  # samples of a size after which it is settled
+_OUTLIER = 3.0  # a sample counts as at most this multiple of what was expected, or its inverse
+_TRUST = 16  # samples of a size after which more of them do not make it count for more
 # A first guess: attending to 1,000 rows costs a fifth of a row's other work.
 _ATTENTION = 0.2 / 1000
+_PLACES = 21  # sizes 1, 2, 4, ... 2^20; larger ones in proportion
 
 
 class CostModel:
     """ms(n, c) = base(n) + slope * n * c for n rows that attend to c rows each.
 
-    base is kept at powers of two, because a pass is bound by memory for few rows and by
-    arithmetic for many; it is interpolated between them and never falls.
+    base starts from two timed passes, and is corrected by a ratio for every power of two that was
+    seen, because a pass is bound by memory for few rows and by arithmetic for many.  A size that
+    was never seen has its neighbours' ratio, by their distance; one beyond all that were seen has
+    the median of all.  base never falls: where it would, sizes are levelled by how often each was
+    seen, so that one bad sample does not lift all larger sizes.
     """
 
     def __init__(self, one_row_ms: float, many_rows: int, many_rows_ms: float) -> None:
         """Start from a pass over one row and one over `many_rows`, both without context."""
-        self._base = {0: one_row_ms}
+        many_ms = max(many_rows_ms, one_row_ms)
+        self._prior = [
+            _line(1 << place, one_row_ms, max(many_rows, 1), many_ms) for place in range(_PLACES)
+        ]
         self._seen: dict[int, int] = {}
-        if many_rows > 1:
-            self._base[_place(many_rows)] = max(many_rows_ms, one_row_ms)
-        self._slope = _ATTENTION * max(many_rows_ms, one_row_ms) / max(many_rows, 1)
+        self._ratio: dict[int, float] = {}
+        self._slope = _ATTENTION * many_ms / max(many_rows, 1)
+        self._base = self._level()
 
     def predict_ms(self, new_tokens: int, context_tokens: float = 0.0) -> float:
         """Predicted time; never falls as new_tokens grows."""
@@ -38,33 +45,59 @@ class CostModel:
         """Learn from a pass of `new_tokens` rows, `context_tokens` on average, that took `ms`."""
         if new_tokens <= 0:
             return
-        place = _place(new_tokens)
+        place = min(_place(new_tokens), _PLACES - 1)
         count = self._seen[place] = self._seen.get(place, 0) + 1
         expected = self.predict_ms(new_tokens, context_tokens)
-        if count > _SETTLED:
-            ms = min(max(ms, expected / _OUTLIER), expected * _OUTLIER)
-        weight = max(_WEIGHT, 1 / count)
-        attention = self._slope * new_tokens * context_tokens
+        off = min(max(ms / expected, 1 / _OUTLIER), _OUTLIER)
         # The error is shared out by how much of the pass each part was thought to be.
-        share = attention / expected
-        self._slope *= 1 + _WEIGHT * share * (min(ms / expected, _OUTLIER) - 1)
-        base = self._base_ms(new_tokens)
-        target = self._base_ms(1 << place) * max(ms * (1 - share), 1e-3) / base
-        known = self._base.get(place, self._base_ms(1 << place))
-        self._base[place] = known + weight * (target - known)
+        share = self._slope * new_tokens * context_tokens / expected
+        now = self._ratio.get(place, self._base[place] / self._prior[place])
+        target = now * max(expected * off * (1 - share), 1e-3) / self._base_ms(new_tokens)
+        weight = max(_WEIGHT, 1 / (count + 1))  # what was thought before counts as one sample
+        self._ratio[place] = now + weight * (target - now)
+        self._slope *= 1 + _WEIGHT * share * (off - 1)
+        self._base = self._level()
 
     def _base_ms(self, n: int) -> float:
-        """Interpolated base, made monotone by a running maximum."""
-        places = sorted(self._base)
-        sizes, values, top = [1 << p for p in places], [], 0.0
-        for place in places:
-            top = max(top, self._base[place])
-            values.append(top)
-        i = bisect.bisect_right(sizes, n)
-        if i == len(sizes):  # beyond what was seen: in proportion
-            return values[-1] * n / sizes[-1]
-        low, high = sizes[i - 1], sizes[i]
-        return values[i - 1] + (values[i] - values[i - 1]) * (n - low) / (high - low)
+        """Between two powers of two in a line, beyond the last in proportion."""
+        place = _place(n)
+        if place >= _PLACES - 1:
+            return self._base[-1] * n / (1 << (_PLACES - 1))
+        low, high = self._base[place], self._base[place + 1]
+        return low + (high - low) * (n / (1 << place) - 1)
+
+    def _level(self) -> list[float]:
+        """base at every power of two: prior times ratio, made monotone.
+
+        By pooling adjacent violators: neighbours that fall are replaced by their weighted mean
+        (isotonic regression; Barlow et al., 1972).
+        """
+        blocks: list[tuple[float, float, int]] = []  # mean, weight, places
+        for place, prior in enumerate(self._prior):
+            seen = min(self._seen.get(place, 0), _TRUST)
+            blocks.append((prior * self._ratio_at(place), seen + 1e-3, 1))
+            while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+                (a, u, m), (b, v, n) = blocks[-2:]
+                blocks[-2:] = [((a * u + b * v) / (u + v), u + v, m + n)]
+        return [mean for mean, _, places in blocks for _ in range(places)]
+
+    def _ratio_at(self, place: int) -> float:
+        """What to multiply the prior of a size by."""
+        if place in self._ratio or not self._ratio:
+            return self._ratio.get(place, 1.0)
+        below = max((p for p in self._ratio if p < place), default=None)
+        above = min((p for p in self._ratio if p > place), default=None)
+        if below is None or above is None:
+            return median(self._ratio.values())
+        part = (place - below) / (above - below)
+        return self._ratio[below] + part * (self._ratio[above] - self._ratio[below])
+
+
+def _line(n: int, one_ms: float, many: int, many_ms: float) -> float:
+    """The first guess: a line between the two timed passes, beyond them in proportion."""
+    if n >= many:
+        return many_ms * n / many
+    return one_ms + (many_ms - one_ms) * (n - 1) / (many - 1)
 
 
 def _place(n: int) -> int:
