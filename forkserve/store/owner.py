@@ -6,6 +6,7 @@ reused pid is not taken for the owner.  Every take-over raises the epoch; each w
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from forkserve.errors import StoreError
 
-__all__ = ["Ownership", "acquire", "check", "forget", "release"]
+__all__ = ["Ownership", "acquire", "check", "forget", "is_dead", "release", "who"]
 
 _mine: set[str] = set()  # tokens of the owners that live in this process
 
@@ -77,7 +78,21 @@ def forget(own: Ownership) -> None:
     _mine.discard(own.token)
 
 
-def _state(token: str, pid: int, boot: str, started: str) -> str:
+def who() -> str:
+    """This process, in a form that `is_dead` understands later, in any process."""
+    return json.dumps([os.getpid(), _boot(), _started(os.getpid())])
+
+
+def is_dead(holder: str) -> bool:
+    """True if the process that `who` named has certainly ended; False if that can't be known."""
+    try:
+        pid, boot, started = json.loads(holder)
+        return _state("", int(pid), str(boot), str(started), mine=True) == "dead"
+    except (ValueError, TypeError):
+        return True
+
+
+def _state(token: str, pid: int, boot: str, started: str, mine: bool = False) -> str:
     """alive, dead, or unknown (a process this one can't see)."""
     here = _boot()
     if boot.split("/", maxsplit=1)[0] != here.split("/")[0]:
@@ -86,7 +101,7 @@ def _state(token: str, pid: int, boot: str, started: str) -> str:
     if boot != here:
         return "unknown"
     if pid == os.getpid() and started == _started(pid):
-        return "alive" if token in _mine else "dead"
+        return "alive" if mine or token in _mine else "dead"
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

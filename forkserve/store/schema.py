@@ -13,6 +13,7 @@ from pathlib import Path
 
 from forkserve.errors import StoreError
 from forkserve.store import faults
+from forkserve.store.migrations import V2
 
 __all__ = ["APPLICATION_ID", "FILE", "VERSION", "connect", "migrate"]
 
@@ -242,8 +243,8 @@ CREATE TABLE weights (
 """
 
 # MIGRATIONS[i] brings version i to i + 1.  A released one is never edited.
-MIGRATIONS: list[str | Callable[[sqlite3.Connection], None]] = [_V1]
-VERSION = 1
+MIGRATIONS: list[str | Callable[[sqlite3.Connection], None]] = [_V1, V2]
+VERSION = 2
 
 
 def connect(

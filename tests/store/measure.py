@@ -138,7 +138,7 @@ def catalog(folder: Path) -> None:
             "INSERT INTO chunk VALUES (?,1,?,?,0,256,0,0,0)", [(n, h, h) for n, h in ids]
         )
         db.executemany("INSERT INTO part VALUES (?,?,'raw',1)", [(h, n) for n, h in ids])
-        db.executemany("INSERT INTO replica VALUES (?,'disk',1,0)", [(h,) for _, h in ids])
+        db.executemany("INSERT INTO replica VALUES (?,'disk',1,0,NULL)", [(h,) for _, h in ids])
         db.commit()
 
     fill(1, 100_000)
@@ -147,7 +147,7 @@ def catalog(folder: Path) -> None:
         row = (base + number, x.id.hex(), x.parent.hex(), x.start)
         db.execute("INSERT INTO chunk VALUES (?,1,?,?,?,256,0,0,0)", row)
         db.execute("INSERT INTO part VALUES (?,?,'raw',1)", (f"f{number:063d}", base + number))
-        db.execute("INSERT INTO replica VALUES (?,'disk',1,0)", (f"f{number:063d}",))
+        db.execute("INSERT INTO replica VALUES (?,'disk',1,0,NULL)", (f"f{number:063d}",))
     db.commit()
     opened = Catalog(home)
     assert len(opened.lookup(made, links)) == 79
