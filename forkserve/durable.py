@@ -137,9 +137,11 @@ class Durable(Speculating):
                 learned.took(role, branch)
             for tool, ms in record.tool_times:
                 learned.tool_ran(tool, ms, None, False)
+            for tool, output in record.tool_outputs:
+                learned.tool_ran(tool, None, output, True)
             self._journal.opened(tree, record.seed, record.next_binding, known=True)
         self._journal.reopened(session)
-        warmed = self._bring_back(tree, tree.tip)
+        warmed = self._bring_back(tree, tree.tip, press=False)
         return SessionHandle(self, tree, warmed.tokens)
 
     def stored_sessions(self) -> list[str]:
@@ -195,6 +197,13 @@ class Durable(Speculating):
                 f"the store holds a session '{wanted}': resume it, or choose another id"
             )
         return wanted
+
+    def _raise(self, tree: ContextTree, node: Node, press: bool) -> int:
+        """Rows brought back from host memory; see `forkserve.tiering`."""
+        return 0
+
+    def _closing(self) -> None:
+        """The engine is about to shut down."""
 
     def _complete(self, tree: ContextTree, node: Node) -> None:
         """Wait until a node's rows are computed."""
@@ -286,19 +295,26 @@ class Durable(Speculating):
 
     # ---------------------------------------------------------------- restore
 
-    def _bring_back(self, tree: ContextTree, node: Node) -> Warmed:
-        """Restore missing rows if that is worth it, and note the decision."""
+    def _bring_back(self, tree: ContextTree, node: Node, *, press: bool = True) -> Warmed:
+        """Restore missing rows if that is worth it, and note the decision.
+
+        press: make room for them as for committed work; else free and cached pages have to do.
+        """
         core = self._core
         with core.lock:
             bare = tree.root.evicted and not tree.root.segments
             if bare and self.config.prefix_index:
                 core.count.cached_tokens += take_prefix(tree, core.index)
+        raised = self._raise(tree, node, press)
+        with core.lock:
             length, begin = node.length, ready(node)
             tokens = tree.tokens(node)
         if begin >= length:
+            if raised:
+                return Warmed(raised, "restored", "memory")
             return Warmed(0, "resident", "no row is missing")
         try:
-            warmed = self._weigh(tree, node, begin, length, tokens)
+            warmed = self._weigh(tree, node, begin, length, tokens, press)
         except StoreError as error:  # a catalog that cannot be read must not stop anybody
             self._require().failed(error)
             warmed = Warmed(0, "computed", "store_failed")
@@ -314,13 +330,24 @@ class Durable(Speculating):
                 warmed.restore_ms,
                 warmed.actual_ms,
             )
-        return warmed
+        if warmed.tokens:  # what stands behind the last whole chunk
+            raised += self._raise(tree, node, press)
+        if not raised:
+            return warmed
+        return replace(warmed, tokens=warmed.tokens + raised, verdict="restored")
 
     def _weigh(
-        self, tree: ContextTree, node: Node, begin: int, length: int, tokens: Sequence[int]
+        self,
+        tree: ContextTree,
+        node: Node,
+        begin: int,
+        length: int,
+        tokens: Sequence[int],
+        press: bool,
     ) -> Warmed:
         """Look up, predict both ways, and restore when that is the shorter one."""
         from forkserve.store.identity import plan_chain
+        from forkserve.store.lease import lease
 
         store = self._require()
         found = store.catalog.lookup(
@@ -328,6 +355,7 @@ class Durable(Speculating):
         )
         found = [f for f in found if f.link.start + f.link.count > begin]
         if not found:
+            store.meter.add("computed_tokens", length - begin, reason="not_stored")
             return Warmed(0, "computed", "not_stored")
         end = found[-1].link.start + found[-1].link.count
         size = sum(f.bytes for f in found)
@@ -343,11 +371,19 @@ class Durable(Speculating):
         assert plan.restore_ms is not None
         assert plan.prefill_ms is not None
         if store.restore == "auto" and plan.restore_ms >= plan.prefill_ms:
+            store.meter.add("computed_tokens", end - begin, reason="faster")
             return plan
-        return self._fetch(tree, node, begin, found, plan)
+        with lease(store.catalog, [found[-1].link.id.hex()]):
+            return self._fetch(tree, node, begin, found, plan, press)
 
     def _fetch(
-        self, tree: ContextTree, node: Node, begin: int, found: list[Found], plan: Warmed
+        self,
+        tree: ContextTree,
+        node: Node,
+        begin: int,
+        found: list[Found],
+        plan: Warmed,
+        press: bool,
     ) -> Warmed:
         """Verified chunks into pages, up to the first bad one; the rest is computed as ever."""
         from forkserve.store.restore import clock_ms
@@ -357,16 +393,18 @@ class Durable(Speculating):
         for loaded in store.restorer.fetch(self._print, found):
             link = loaded.found.link
             low, high = link.start, link.start + link.count
-            if not put_rows(core, self._loop, tree, node, loaded.payload, low, high):
+            if not put_rows(core, self._loop, tree, node, loaded.payload, low, high, press=press):
                 reason = "no_room"
                 break
             size += len(loaded.payload)
             used.append(loaded.found.chunk)
+            store.meter.add("restored_tokens", link.count, tier=loaded.place)
         else:
             if len(used) < len(found):
                 reason = "damaged"
         took = clock_ms() - start
         store.restorer.cost.observe(size, took)
+        store.meter.took("restore", took)
         if used and store.catalog.role != "reader":
             with suppress(StoreError):
                 store.catalog.touch(used)

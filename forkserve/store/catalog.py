@@ -77,6 +77,8 @@ class Catalog:
         self.role = role
         self.now = now
         self.own: owner.Ownership | None = None
+        # A further place that every new chunk is to reach, and how many may wait for it.
+        self.behind: tuple[str, int] | None = None
         self._lock = threading.RLock()
         self._db = schema.connect(folder, read_only=role == "reader", full_sync=full_sync)
         self._prints: dict[bytes, int] = {}
@@ -245,7 +247,29 @@ class Catalog:
                     " VALUES (?, ?, ?, ?)",
                     (header.content, place, used, now),
                 )
+            if self.behind is not None and place != self.behind[0]:
+                kept = [header.content for header, _ in stored if header.content not in lost]
+                self._promise(db, kept, *self.behind, now)
         return lost
+
+    @staticmethod
+    def _promise(
+        db: sqlite3.Connection, contents: Sequence[str], place: str, most: int, now: float
+    ) -> None:
+        """Note that chunks are to reach a further place, as far as not too many wait for it."""
+        (waiting,) = db.execute("SELECT count(*) FROM outbox WHERE place = ?", (place,)).fetchone()
+        for content in contents:
+            there = "SELECT 1 FROM replica WHERE content = ? AND place = ?"
+            if db.execute(there, (content, place)).fetchone():
+                continue
+            if waiting >= most:
+                _count(db, "behind_dropped", 1)
+                continue
+            waiting += db.execute(
+                "INSERT OR IGNORE INTO outbox (content, place, due_at, created_at)"
+                " VALUES (?, ?, ?, ?)",
+                (content, place, now, now),
+            ).rowcount
 
     @staticmethod
     def _chunk(db: sqlite3.Connection, which: int, header: Header, now: float) -> int:
@@ -296,6 +320,15 @@ class Catalog:
         )
         return [{"kind": k, "at": at, **json.loads(detail)} for k, detail, at in rows]
 
+    def count(self, name: str, by: float = 1) -> None:
+        """Add to a total that outlives the process; a catalog that can't be written loses it."""
+        with suppress(StoreError), self.write() as db:
+            _count(db, name, by)
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the store was made."""
+        return dict(self.read("SELECT name, value FROM counter ORDER BY name"))
+
     def setting(self, key: str) -> str | None:
         """A value of table `meta`."""
         rows = self.read("SELECT value FROM meta WHERE key = ?", (key,))
@@ -326,3 +359,11 @@ def _event(db: sqlite3.Connection, at: float, kind: str, detail: Mapping[str, An
         "INSERT INTO event (kind, detail, at) VALUES (?, ?, ?)", (kind, json.dumps(detail), at)
     )
     db.execute("DELETE FROM event WHERE id <= (SELECT max(id) FROM event) - 10000")
+
+
+def _count(db: sqlite3.Connection, name: str, by: float) -> None:
+    db.execute(
+        "INSERT INTO counter VALUES (?, ?)"
+        " ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
+        (name, by),
+    )

@@ -1,9 +1,9 @@
 """Garbage: what no root reaches, files that no row names, leftovers of writers that died.
 
-Roots are names, pins whose time is not over, and the committed text of sessions that are not
-closed.  A chunk is kept with all its ancestors.  Rows go first, in one transaction; then each file
-is deleted inside a transaction that has checked that no row names it, so that a publish of the same
-chunk in another process either sees it gone or keeps it.
+Roots are names, pins whose time is not over, chains that somebody reads now (`lease`), and the
+committed text of sessions that are not closed.  A chunk is kept with all its ancestors.  Rows go
+first, in one transaction; then each file is deleted inside a transaction that has checked that no
+row names it, so that a publish of the same chunk in another process either sees it gone or keeps it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from forkserve.store import faults
+from forkserve.store.lease import tidy
 from forkserve.store.vault import Vault
 
 __all__ = ["GRACE_S", "Swept", "collect", "delete_unnamed", "reachable"]
@@ -36,6 +37,7 @@ _KEPT = """
 WITH RECURSIVE kept (chain) AS (
   SELECT chain FROM name WHERE chain IS NOT NULL
   UNION SELECT chain FROM pin WHERE until IS NULL OR until > ?1
+  UNION SELECT chain FROM lease WHERE at + ttl > ?1
   UNION SELECT n.chain FROM node AS n JOIN session AS s ON s.id = n.session
         WHERE s.closed_at IS NULL AND n.chain IS NOT NULL
   UNION SELECT c.parent FROM kept JOIN chunk AS c ON c.chain = kept.chain
@@ -80,6 +82,7 @@ def collect(
     (swept.pins,) = catalog.read(f"SELECT count(*) FROM pin WHERE {expired}", (_now(vault),))[0]
     if not dry_run:
         with catalog.write() as db:
+            tidy(db, _now(vault))
             db.execute(f"DELETE FROM pin WHERE {expired}", (_now(vault),))
             db.execute(f"DELETE FROM session WHERE {ended}", (limit,))
             # Marked again inside the transaction: a name may have come since.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Literal
 from forkserve.errors import StoreError
 from forkserve.store.chunks import Buffer
 from forkserve.store.identity import Fingerprint, Link
+from forkserve.store.metrics import Meter
 from forkserve.store.vault import Stored, Vault
 
 __all__ = ["Capture", "Publication", "Publisher"]
@@ -68,7 +70,7 @@ class Publisher:
     """Runs captures one after the other in a thread of its own.
 
     depth: captures that may wait; one more is refused at once, so that nobody is ever delayed.
-    on_failure: told of every publish that failed.
+    on_failure: told of every publish that failed.  meter: counts what was written and dropped.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class Publisher:
         vault: Vault,
         depth: int = 2,
         on_failure: Callable[[BaseException], None] | None = None,
+        meter: Meter | None = None,
     ) -> None:
+        self.meter = meter or Meter()
         self.dropped = 0
         self.finished = 0
         self._vault = vault
@@ -105,7 +109,7 @@ class Publisher:
         try:
             self._queue.put((capture, ticket), block=patience_s > 0, timeout=patience_s or None)
         except queue.Full:
-            self.dropped += 1
+            self._count_drop()
             self._release(capture)
             return Publication(tokens, False, "the queue is full")
         return ticket
@@ -120,10 +124,19 @@ class Publisher:
             for capture in waiting:
                 capture._state = "dropped"
         for capture in waiting:
-            self.dropped += 1
+            self._count_drop()
             self._release(capture)
         with self._lock:
             return bool(self._holding)
+
+    @property
+    def queued(self) -> int:
+        """Captures that wait."""
+        return self._queue.qsize()
+
+    def _count_drop(self) -> None:
+        self.dropped += 1
+        self.meter.add("dropped", queue="publish")
 
     def _release(self, capture: Capture) -> None:
         capture.release()
@@ -162,6 +175,7 @@ class Publisher:
                 ticket._done.set_exception(StoreError("dropped: its pages were needed for tokens"))
                 return
             capture._state = "running"
+        begin = time.perf_counter()
         try:
             try:
                 stored = self._vault.put(capture.made, capture.links, capture.read)
@@ -176,4 +190,7 @@ class Publisher:
             ticket._done.set_exception(error)
         else:
             self.finished += 1
+            self.meter.took("publish", (time.perf_counter() - begin) * 1e3)
+            self.meter.add("published_chunks", stored.written)
+            self.meter.add("published_bytes", stored.bytes)
             ticket._done.set_result(stored)

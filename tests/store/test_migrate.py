@@ -49,9 +49,9 @@ def goes_on(folder: Path) -> None:
         assert eng.resume("old").cached_tokens == 256
         text = eng.tokens("old")
         assert text[:4] == [0, 7, 14, 21]
-        assert text[-3:] == [1, 2, 3]
+        assert text[303:306] == [1, 2, 3]
         assert eng.generate("old", 3) == cold(text, 3)
-        assert eng.tokens(eng.restore("kept").id) == text
+        assert eng.tokens(eng.restore("kept").id) == text[:306]
         assert eng._core.experience["old"].pause_ms("bash") == 12.5
         assert store.catalog.read("SELECT value FROM counter WHERE name = 'event_failed'") == [(1,)]
         eng.shutdown()
