@@ -222,7 +222,7 @@ class Tiering(Keeping):
         self, tree: ContextTree, node: Node, what: str, verdict: str, tokens: int, ms: float
     ) -> None:
         if self._journal is not None:
-            reason = {"memory": "idle", "refused": "worth_less"}.get(verdict, verdict)
+            reason = {"memory": "idle", "refused": "worth_less", "restored": "memory"}[verdict]
             begin = max(node.length - tokens, 0)
             gain = self._prefill_ms(begin, begin + tokens)
             cost = self._require().restorer.memory_cost.predict_ms(
