@@ -1,8 +1,8 @@
 """A place's budget in bytes: kept before every write, by evicting what is worth least.
 
 Only the last chunk of a chain goes, then the one before it: a hole would make all after it useless.
-What a name, a live pin or a reader's lease reaches never goes, nor does a chunk that write-behind has
-still to bring elsewhere.  With a further place a chunk moves there before it goes here.
+What a name, a live pin or a reader's lease reaches never goes, nor does a chunk that write-behind
+has still to bring elsewhere.  With a further place a chunk moves there before it goes here.
 """
 
 from __future__ import annotations

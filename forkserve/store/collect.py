@@ -3,7 +3,7 @@
 Roots are names, pins whose time is not over, chains that somebody reads now (`lease`), and the
 committed text of sessions that are not closed.  A chunk is kept with all its ancestors.  Rows go
 first, in one transaction; then each file is deleted inside a transaction that has checked that no
-row names it, so that a publish of the same chunk in another process either sees it gone or keeps it.
+row names it, so that a publish of the same chunk in another process sees it gone or keeps it.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ def collect(
     """
     swept, limit = Swept(), _now(vault) - grace_s
     catalog = vault.catalog
+    if not dry_run:
+        with catalog.write() as db:
+            tidy(db, _now(vault))
     dead = catalog.read(
         _KEPT + "SELECT p.content, r.place, r.used FROM chunk AS c JOIN part AS p ON p.chunk = c.id"
         " JOIN replica AS r USING (content)"
@@ -82,7 +85,6 @@ def collect(
     (swept.pins,) = catalog.read(f"SELECT count(*) FROM pin WHERE {expired}", (_now(vault),))[0]
     if not dry_run:
         with catalog.write() as db:
-            tidy(db, _now(vault))
             db.execute(f"DELETE FROM pin WHERE {expired}", (_now(vault),))
             db.execute(f"DELETE FROM session WHERE {ended}", (limit,))
             # Marked again inside the transaction: a name may have come since.
