@@ -14,7 +14,7 @@ from forkserve.errors import ConfigError, StoreError
 from forkserve.store.behind import WriteBehind
 from forkserve.store.budget import Budget
 from forkserve.store.catalog import Catalog, Role
-from forkserve.store.depots import Depot, LocalDepot
+from forkserve.store.depots import Depot, LocalDepot, depot_at
 from forkserve.store.host import HostMemory
 from forkserve.store.identity import Fingerprint, fingerprint, weights_id
 from forkserve.store.journal import TreeJournal
@@ -38,7 +38,8 @@ class Store:
     encrypt: where the key of 64 hex digits is, a file or "env:NAME"; token ids and rows are then
     sealed on disk.
     full_sync: sync the catalog at every transaction, so that a power cut loses nothing either.
-    far: more places to read from and to copy to, such as an `S3Depot`, nearest first.
+    far: more places to read from and to copy to, nearest first: an `S3Depot`, or a URL for
+    `forkserve.store.depots.depot_at`.
     restore: "auto" brings rows back when that is predicted to be faster than computing them.
     queue: publishes that may wait.  force: take the store from an owner that cannot be checked.
     policy: what is stored without being asked and what goes first (`forkserve.store.policies`);
@@ -63,7 +64,7 @@ class Store:
         lossy: bool = False,
         encrypt: str | None = None,
         full_sync: bool = False,
-        far: Sequence[Depot] = (),
+        far: Sequence[Depot | str] = (),
         disk: Depot | None = None,
         restore: Literal["auto", "always", "never"] = "auto",
         queue: int = 2,
@@ -96,13 +97,14 @@ class Store:
         try:
             if role != "reader":
                 self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            places = [depot_at(one) if isinstance(one, str) else one for one in far]
             near = disk or LocalDepot(self.folder / "chunks", create=role != "reader")
         except OSError as error:
             raise StoreError(f"cannot use {self.folder} as a store: {error}") from error
         self.catalog = Catalog(self.folder, role, full_sync=full_sync, force=force)
         try:
             self.vault = Vault(
-                self.catalog, [near, *far], format=format, lossy=lossy, sealer=self.sealer
+                self.catalog, [near, *places], format=format, lossy=lossy, sealer=self.sealer
             )
             self.budgets = {
                 place: Budget(self.vault, place, limit, self.policy)
@@ -116,7 +118,7 @@ class Store:
             may_write = role != "reader"
             self.behind: WriteBehind | None = None
             if write_behind and may_write:
-                self.behind = WriteBehind(self.vault, far[0].place, on_failure=self.failed)
+                self.behind = WriteBehind(self.vault, places[0].place, on_failure=self.failed)
                 self.behind.start()
             self.scrubber: Scrubber | None = None
             if scrub_bytes_s is not None and may_write:

@@ -12,23 +12,51 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from forkserve import Engine, ForkServeConfig
 from forkserve.engine import MockBackend
+from forkserve.errors import StoreError
 from forkserve.store import Store, faults
 from forkserve.store.bundle import export_names, import_bundle
 from forkserve.store.collect import collect
+from forkserve.store.depots import LocalDepot
+from forkserve.store.policies import KeepSession
 from forkserve.store.rebuild import verify
+from forkserve.store.scrub import scrub
 
 from .engines import PROMPT, cold
+from .rig import PRINT, chain, rows
+from .test_migrate import old_store
 
 CONFIG = ForkServeConfig(page_size=16, capacity_pages=512)
 
 
+def open_store(folder: Path, **options: Any) -> Store:
+    """A budget that is reached, a further place, and a tier in memory."""
+    far = LocalDepot(folder.with_name(folder.name + "-far"), place="object")
+    return Store(
+        folder,
+        policy=KeepSession(),
+        budget_bytes=200_000,
+        far=[far],
+        write_behind=True,
+        memory_bytes=100_000,
+        device_bytes=60_000,
+        **options,
+    )
+
+
 def open_engine(folder: Path) -> Engine:
-    return Engine(MockBackend(CONFIG), store=folder)
+    return Engine(MockBackend(CONFIG), store=open_store(folder))
+
+
+def shut(eng: Engine) -> None:
+    assert eng.store is not None
+    eng.shutdown()
+    eng.store.close()
 
 
 def session(eng: Engine) -> None:
@@ -71,14 +99,30 @@ def work(folder: Path, acks: int, seed: int, bundle: Path) -> None:
             import_bundle(store.vault, bundle)
             with store.catalog.write() as db:
                 db.execute("DELETE FROM name WHERE name = 'travels'")
+        eng.observe("a", "tool", ms=1.0, output=[turn, 1, 2], schema_stable=True)
         if turn % 2:
             collect(store.vault, grace_s=-5)
-    eng.shutdown()
+        if turn == 3:
+            scrub(store.vault)
+        if turn == 5:
+            for budget in store.budgets.values():
+                with suppress(StoreError):
+                    budget.make_room(150_000)
+            fill(store, seed)
+        eng.settle_tiers()
+    shut(eng)
+
+
+def fill(store: Store, seed: int) -> None:
+    """More chunks than the budget allows, of no session: some have to go."""
+    for n in range(40):
+        with suppress(StoreError):
+            store.vault.put(PRINT, chain([seed % 1000, n, *range(10)]), rows)
 
 
 def check(folder: Path, acked: list[int], writing: bool) -> None:
     """After a kill: database and files agree, no acknowledged token is lost, work goes on."""
-    with Store(folder, "shared") as store:
+    with open_store(folder, role="shared") as store:
         report = verify(store.vault)
         assert report.clean, report
         names = store.catalog.read("SELECT name FROM name")
@@ -94,11 +138,17 @@ def check(folder: Path, acked: list[int], writing: bool) -> None:
             assert eng.publish("a").tokens == len(eng.tokens("a")) // 256 * 256
     if names and writing:
         eng.tokens(eng.restore(str(names[0][0])).id)
+    assert eng.store.behind is not None
+    eng.store.behind.drain(20)  # what was on its way when the process was killed arrives
+    eng.store.behind.close()
     collect(eng.store.vault, grace_s=-5)
-    assert verify(eng.store.vault).clean
-    assert verify(eng.store.vault).orphans == 0
+    report = verify(eng.store.vault)
+    assert report.clean, report
+    assert report.orphans == 0
     assert not list(folder.rglob(".tmp*"))
-    eng.shutdown()
+    assert eng.store.budgets["disk"].used() <= 200_000
+    assert eng.store.catalog.read("SELECT count(*) FROM lease") == [(0,)]
+    shut(eng)
 
 
 def fork(job: Any, *args: Any) -> int:
@@ -158,11 +208,16 @@ def make_bundle(folder: Path) -> Path:
         eng.publish(h.id, name="travels")
         assert eng.store is not None
         export_names(eng.store.vault, folder / "bundle")
-        eng.shutdown()
+        shut(eng)
 
     _, status = os.waitpid(fork(job), 0)
     assert status == 0
     return folder / "bundle"
+
+
+def remove(home: Path) -> None:
+    for folder in (home, home.with_name(home.name + "-far")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
@@ -173,15 +228,19 @@ def main() -> None:
         for point in faults.POINTS:
             for nth in range(1, rounds + 1):
                 home = folder / f"{point}-{nth}"
+                if point.startswith("migrate"):
+                    old_store(home)
                 if round_(home, nth, bundle, point, nth, 0):
                     killed[point] = killed.get(point, 0) + 1
-                shutil.rmtree(home)
+                remove(home)
     else:
         rng = random.Random(1)
         home = folder / "store"
         for number in range(rounds):
             if number % 25 == 0:
-                shutil.rmtree(home, ignore_errors=True)
+                remove(home)
+                if number % 50 == 0:
+                    old_store(home)  # migrated by whoever opens it first
             if round_(home, number, bundle, "", 0, rng.random() ** 2 * 0.5):
                 killed["random"] = killed.get("random", 0) + 1
     print(json.dumps(killed))
