@@ -290,7 +290,8 @@ class Durable(Speculating):
                 chain,
             )
             after = partial(write_name, store.catalog, self._print, record, store.sealer)
-        capture = Capture(self._print, there, partial(read_link, backend, parts), release, after)
+        read = partial(read_link, backend, parts, core.backend.info.kv_bytes_per_token)
+        capture = Capture(self._print, there, read, release, after)
         return store.publisher.offer(capture, patience_s=patience_s)
 
     # ---------------------------------------------------------------- restore

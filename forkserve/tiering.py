@@ -315,7 +315,8 @@ class Tiering(Keeping):
             store.publisher.offer(Capture(self._print, chain, partial(_of, rows), lambda: None))
 
 
-def _of(rows: dict[bytes, Buffer], link: Link) -> Buffer:
+def _of(rows: dict[bytes, Buffer], link: Link, spare: list[bytearray]) -> Buffer:
+    """Rows of memory; they are not to be filled again."""
     return rows[link.id]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from forkserve.control.core import Core
 from forkserve.control.loop import Loop
+from forkserve.engine.protocol import Refilling
 from forkserve.errors import OutOfPages, SessionError
 from forkserve.tree.node import Node
 from forkserve.tree.rows import Reservation, fence, missing, reserve, rollback, settle, spans
@@ -70,19 +71,35 @@ def hold(
     return parts, held
 
 
-def read_link(backend: Portable, parts: Sequence[Span], link: Link) -> Buffer:
-    """The rows of one chunk out of held spans."""
-    return read_range(backend, parts, link.start, link.start + link.count)
+def read_link(
+    backend: Portable, parts: Sequence[Span], row_bytes: int, link: Link, spare: list[bytearray]
+) -> Buffer:
+    """The rows of one chunk out of held spans.  spare: buffers that may be filled again."""
+    return read_range(backend, parts, link.start, link.start + link.count, spare, row_bytes)
 
 
-def read_range(backend: Portable, parts: Sequence[Span], low: int, high: int) -> Buffer:
-    """The rows of positions [low, high) out of held spans."""
+def read_range(
+    backend: Portable,
+    parts: Sequence[Span],
+    low: int,
+    high: int,
+    spare: list[bytearray] | None = None,
+    row_bytes: int = 0,
+) -> Buffer:
+    """The rows of positions [low, high) out of held spans, in a spare buffer if one fits."""
     cut = []
     for span in parts:
         begin, end = max(low, span.start), min(high, span.start + span.length)
         if begin < end:
             offset = span.offset + begin - span.start
             cut.append(Span(span.key, span.pages, begin, end - begin, offset))
+    if spare and isinstance(backend, Refilling):
+        size = row_bytes * (high - low)
+        for number, buffer in enumerate(spare):
+            if len(buffer) == size:
+                del spare[number]
+                backend.read_rows_into(cut, buffer)
+                return buffer
     return backend.read_rows(cut)
 
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 from forkserve.errors import StoreError
 from forkserve.store import faults, owner
+from forkserve.store.calm import be_calm
+from forkserve.store.catalog import CLAIM_S
 from forkserve.store.chunks import ChunkFault
 from forkserve.store.vault import Vault
 
@@ -27,7 +29,6 @@ __all__ = ["FIRST_S", "LONGEST_S", "Sent", "WriteBehind"]
 _log = logging.getLogger(__name__)
 FIRST_S = 0.5  # s before the second try; it doubles with each
 LONGEST_S = 300.0
-_CLAIM_S = 120.0  # s that a process may take for one chunk
 _POLL_S = 1.0  # how often an idle thread looks for what other processes have left
 
 
@@ -128,6 +129,7 @@ class WriteBehind:
     # ---------------------------------------------------------------- the thread
 
     def _serve(self) -> None:
+        be_calm()
         while not self._stop:
             self._wake.clear()
             try:
@@ -174,13 +176,13 @@ class WriteBehind:
             return None
         with catalog.write() as db:
             for content, holder, until in db.execute(due, (self.place, now, LONGEST_S)).fetchall():
-                held = holder is not None and now < until <= now + _CLAIM_S
+                held = holder is not None and now < until <= now + CLAIM_S
                 if held and not owner.is_dead(holder):
                     continue
                 db.execute(
                     "UPDATE outbox SET taken_by = ?, taken_until = ?"
                     " WHERE content = ? AND place = ?",
-                    (owner.who(), now + _CLAIM_S, content, self.place),
+                    (owner.who(), now + CLAIM_S, content, self.place),
                 )
                 return str(content)
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from forkserve.errors import StoreError
@@ -185,6 +186,8 @@ class Budget:
                 except ChunkFault:
                     continue  # damaged, and set aside
                 except (OSError, StoreError) as error:
+                    with suppress(StoreError):
+                        vault.catalog.forgo(part.content, further[0])
                     _log.warning("a chunk could not be moved to %s: %s", further[0], error)
                     break  # what is above it stays, too: no hole, and the place is away
             gone.append(part)

@@ -21,7 +21,7 @@ from forkserve.store import owner, schema
 from forkserve.store.chunks import LOSSY, Header
 from forkserve.store.identity import Fingerprint, Link
 
-__all__ = ["Catalog", "CatalogFault", "Found", "Role"]
+__all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Found", "Role"]
 
 Role = Literal["owner", "shared", "reader"]
 
@@ -41,6 +41,9 @@ class Found:
     bytes: int
     places: tuple[str, ...]
 
+
+INTENT = 1e18  # `due_at` of an outbox row that stands for a copy under way, not for a queued one
+CLAIM_S = 120.0  # s that a process may take to copy one chunk
 
 _LOOKUP = """
 SELECT w.key, c.id, c.parent, c.start, c.tokens, p.content, p.format, p.bytes,
@@ -282,6 +285,34 @@ class Catalog:
                 (*key, header.parent.hex(), header.start, header.count, now, now),
             ).fetchone()
         return int(row[0])
+
+    def intend(self, content: str, place: str) -> Callable[[str], bool]:
+        """Note that this process is writing a part to a place; `record` ends that.
+
+        Returns the question, for `record`, whether the note still stands: it goes with the part
+        when gc takes that, and the object with it.  Raises FileNotFoundError when the part is not in the catalog any more, CatalogFault.
+        """
+        now = self.now()
+        with self.write() as db:
+            if not db.execute("SELECT 1 FROM part WHERE content = ?", (content,)).fetchone():
+                raise FileNotFoundError(f"chunk {content[:16]} was collected meanwhile")
+            db.execute(
+                "INSERT OR IGNORE INTO outbox"
+                " (content, place, due_at, taken_by, taken_until, created_at)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (content, place, INTENT, owner.who(), now + CLAIM_S, now),
+            )
+            note = "SELECT created_at FROM outbox WHERE content = ? AND place = ?"
+            noted = db.execute(note, (content, place)).fetchone()
+        return lambda key: self.read(note, (content, place)) == [noted]
+
+    def forgo(self, content: str, place: str) -> None:
+        """An intended copy did not come to be."""
+        with self.write() as db:
+            db.execute(
+                "DELETE FROM outbox WHERE content = ? AND place = ? AND due_at = ?",
+                (content, place, INTENT),
+            )
 
     def forget(self, place: str, contents: Iterable[str]) -> None:
         """These parts are no longer at a place; a chunk without any part goes with its last."""

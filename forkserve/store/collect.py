@@ -45,6 +45,13 @@ WITH RECURSIVE kept (chain) AS (
 """
 
 
+# A copy under way names its object as well: see `Catalog.intend`.
+_NAMED = """
+SELECT 1 FROM replica WHERE content = ?1 AND place = ?2
+UNION ALL SELECT 1 FROM outbox WHERE content = ?1 AND place = ?2
+"""
+
+
 def reachable(vault: Vault) -> set[str]:
     """Chain ids (hex) that a root keeps."""
     return {row[0] for row in vault.catalog.read(_KEPT + "SELECT chain FROM kept", (_now(vault),))}
@@ -119,12 +126,6 @@ def delete_unnamed(vault: Vault, place: str, keys: Sequence[str]) -> Iterator[in
     for begin in range(0, len(keys), _BATCH):
         batch = keys[begin : begin + _BATCH]
         with vault.catalog.write() as db:
-            free = [
-                key
-                for key in batch
-                if not db.execute(
-                    "SELECT 1 FROM replica WHERE content = ? AND place = ?", (key, place)
-                ).fetchone()
-            ]
+            free = [key for key in batch if not db.execute(_NAMED, (key, place)).fetchone()]
             depot.delete(free)
         yield begin + len(batch)

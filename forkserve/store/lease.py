@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 from forkserve.errors import StoreError
 from forkserve.store import owner
-from forkserve.store.catalog import Catalog
+from forkserve.store.catalog import INTENT, Catalog
 
 __all__ = ["TTL_S", "lease", "tidy"]
 
@@ -50,4 +50,9 @@ def tidy(db: sqlite3.Connection, now: float) -> int:
     for (holder,) in db.execute("SELECT DISTINCT holder FROM lease").fetchall():
         if owner.is_dead(holder):
             gone += db.execute("DELETE FROM lease WHERE holder = ?", (holder,)).rowcount
+    for (holder,) in db.execute(
+        "SELECT DISTINCT taken_by FROM outbox WHERE due_at = ?", (INTENT,)
+    ).fetchall():  # copies that were under way when their process died
+        if owner.is_dead(holder):
+            db.execute("DELETE FROM outbox WHERE due_at = ? AND taken_by = ?", (INTENT, holder))
     return gone

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from forkserve.errors import StoreError
+from forkserve.store.calm import be_calm
 from forkserve.store.chunks import Buffer
 from forkserve.store.identity import Fingerprint, Link
 from forkserve.store.metrics import Meter
@@ -24,12 +25,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Capture:
-    """Rows to publish.  read: the rows of a link, while the pages are held.  release: let go of
-    them; called exactly once, whatever happens.  after: run once the bytes are durable."""
+    """Rows to publish.
+
+    read(link, spare): the rows of a link, while the pages are held, in a buffer of `spare` if one
+    fits.  release: let go of the pages; called exactly once, whatever happens.  after: run once the
+    bytes are durable.
+    """
 
     made: Fingerprint
     links: Sequence[Link]
-    read: Callable[[Link], Buffer]
+    read: Callable[[Link, list[bytearray]], Buffer]
     release: Callable[[], None]
     after: Callable[[], None] | None = None
     _state: Literal["queued", "running", "dropped"] = field(default="queued", repr=False)
@@ -160,6 +165,7 @@ class Publisher:
             thread.join(timeout_s)
 
     def _serve(self) -> None:
+        be_calm()
         while True:
             job = self._queue.get()
             try:
@@ -168,6 +174,23 @@ class Publisher:
                 self._run(*job)
             finally:
                 self._queue.task_done()
+
+    def _put(self, capture: Capture) -> Stored:
+        """Chunks into the vault, in as few buffers as possible: new memory costs page faults."""
+        spare: list[bytearray] = []
+        used: list[bytearray] = []
+
+        def read(link: Link) -> Buffer:
+            rows = capture.read(link, spare)
+            if isinstance(rows, bytearray):
+                used.append(rows)
+            return rows
+
+        def stored() -> None:
+            spare.extend(used)
+            used.clear()
+
+        return self._vault.put(capture.made, capture.links, read, stored)
 
     def _run(self, capture: Capture, ticket: Publication) -> None:
         with self._lock:
@@ -178,7 +201,7 @@ class Publisher:
         begin = time.perf_counter()
         try:
             try:
-                stored = self._vault.put(capture.made, capture.links, capture.read)
+                stored = self._put(capture)
             finally:
                 self._release(capture)
             if capture.after is not None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from forkserve.errors import StoreError
 from forkserve.store import faults
+from forkserve.store.calm import be_calm
 from forkserve.store.rebuild import Report
 from forkserve.store.vault import Vault
 
@@ -132,6 +133,7 @@ class Scrubber:
         self._thread.start()
 
     def _serve(self) -> None:
+        be_calm()
         done = 0
         while not self._stop.is_set():
             total = 0

@@ -32,7 +32,7 @@ __all__ = ["Loaded", "Stored", "Vault"]
 
 _log = logging.getLogger(__name__)
 _TRIES = 3
-_STAGED = 64 << 20  # bytes held in memory before they are made durable
+_STAGED = 32 << 20  # bytes held in memory before they are made durable
 
 
 @dataclass(slots=True)
@@ -111,11 +111,13 @@ class Vault:
         made: Fingerprint,
         links: Sequence[Link],
         payload: Callable[[Link], Buffer],
+        stored: Callable[[], None] = lambda: None,
     ) -> Stored:
         """Make chunks durable and catalogue them, root first.
 
-        payload: the rows of a link, asked for one at a time.  Raises OSError when a depot fails and
-        CatalogFault when the catalog does; what was finished before stays.
+        payload: the rows of a link, asked for one at a time.  stored: called when all that was
+        asked for so far is durable, and its buffers are free.  Raises OSError when a depot fails
+        and CatalogFault when the catalog does; what was finished before stays.
         """
         report = Stored(known=len(links))
         staged: list[tuple[Header, tuple[Buffer, ...]]] = []
@@ -128,6 +130,7 @@ class Vault:
             if size >= _STAGED:
                 self._store(staged, report)
                 staged, size = [], 0
+                stored()
         self._store(staged, report)
         return report
 
@@ -215,9 +218,10 @@ class Vault:
             size, room = len(blob.data), self.rooms.get(target)
             if room is not None:
                 room(_blocks(size))
+            stands = self.catalog.intend(content, target)  # gc takes no object that is written
             (stat,) = depot.put([(content, [blob.data])])
             faults.reach("copy.stored")
-            lost = self.catalog.record(target, [(header, stat.used)])
+            lost = self.catalog.record(target, [(header, stat.used)], stands)
             if lost:  # meanwhile other bytes were stored for this chunk
                 depot.delete(lost)
             faults.reach("copy.noted")

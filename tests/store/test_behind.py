@@ -260,6 +260,58 @@ def test_tokens_flow_while_the_far_place_is_away(tmp_path: Path) -> None:
         assert store.catalog.usage()["object"][1] == 2
 
 
+def test_gc_takes_no_object_that_a_copy_relies_on(tmp_path: Path) -> None:
+    """An orphan of an earlier crash is found by a copy, and collected before it is named."""
+    v, far, sender = behind(tmp_path)
+    v.put(PRINT, chain(range(4)), rows)
+    (path,) = files(tmp_path)
+    far.inner.put([(path.stem, [path.read_bytes()])])
+    real = far.inner.put
+
+    def put(items: Any) -> Any:
+        done = real(items)
+        collect(v, grace_s=-5)
+        return done
+
+    far.inner.put = put  # type: ignore[method-assign]
+    with v.catalog.write() as db:
+        db.execute("INSERT INTO pin VALUES (?, 'me', NULL)", (chain(range(4))[0].id.hex(),))
+    assert sender.step()
+    assert receipts(v) == 1
+    assert verify(v).clean
+    v.catalog.close()
+
+
+def test_a_part_that_is_collected_while_it_is_copied_gets_no_row(tmp_path: Path) -> None:
+    v, far, sender = behind(tmp_path)
+    v.put(PRINT, chain(range(4)), rows)
+    real = far.inner.put
+
+    def put(items: Any) -> Any:
+        done = real(items)
+        collect(v, grace_s=-5)  # nothing keeps the chunk: part, note and object go
+        return done
+
+    far.inner.put = put  # type: ignore[method-assign]
+    assert sender.step()
+    assert (receipts(v), sender.waiting(), list(far.entries())) == (0, 0, [])
+    assert verify(v).clean
+    v.catalog.close()
+
+
+def test_a_copy_that_was_under_way_at_a_crash_keeps_nothing_for_ever(tmp_path: Path) -> None:
+    v = vault(tmp_path, depots=[LocalDepot(tmp_path / "chunks"), MemoryDepot(place="object")])
+    v.put(PRINT, chain([1, *range(7)]), rows)
+    content = v.catalog.lookup(PRINT, chain([1, *range(7)]))[1].content
+    v.catalog.intend(content, "object")
+    with v.catalog.write() as db:
+        db.execute('UPDATE outbox SET taken_by = \'[1, "another boot", ""]\'')
+    Budget(v, "disk", 3 * FILE, Lru(), low=1.0).make_room(2 * FILE)
+    assert v.catalog.read("SELECT count(*) FROM outbox") == [(0,)]
+    assert good(v, chain([1, *range(7)])) == 2
+    v.catalog.close()
+
+
 # -------------------------------------------------------------------- leases
 
 
