@@ -290,7 +290,8 @@ class Catalog:
         """Note that this process is writing a part to a place; `record` ends that.
 
         Returns the question, for `record`, whether the note still stands: it goes with the part
-        when gc takes that, and the object with it.  Raises FileNotFoundError when the part is not in the catalog any more, CatalogFault.
+        when gc takes that, and the object with it.  Raises FileNotFoundError when the part is not
+        in the catalog any more, CatalogFault.
         """
         now = self.now()
         with self.write() as db:
