@@ -31,6 +31,7 @@ from forkserve.tiering import Tiering
 from forkserve.tree.spine import take_prefix
 from forkserve.tree.tree import ContextTree
 from forkserve.types import JoinPolicy, NodeMode, Tokens, derive_seed
+from forkserve.warming import ready
 
 if TYPE_CHECKING:
     from forkserve.engine.protocol import Backend
@@ -149,7 +150,9 @@ class Engine(Tiering):
                 self._journal.opened(tree, self._seeds[name])
         try:
             if prefill and self.store is not None:
-                cached += self._bring_back(tree, root).tokens
+                self._bring_back(tree, root)
+                with core.lock:
+                    cached = ready(root)
             if prefill:
                 self._complete(tree, root)
         except BaseException:

@@ -24,7 +24,9 @@ from forkserve.warming import Warmed, hold, put_rows, read_link, ready
 if TYPE_CHECKING:
     from forkserve.store import Publication, Store
     from forkserve.store.catalog import Found
+    from forkserve.store.identity import Link
     from forkserve.store.journal import TreeJournal
+    from forkserve.store.vault import Loaded
 
 __all__ = ["Durable"]
 
@@ -201,6 +203,9 @@ class Durable(Speculating):
     def _raise(self, tree: ContextTree, node: Node, press: bool) -> int:
         """Rows brought back from host memory; see `forkserve.tiering`."""
         return 0
+
+    def _loaded(self, link: Link, loaded: Loaded) -> None:
+        """A chunk was brought back; see `forkserve.tiering`."""
 
     def _closing(self) -> None:
         """The engine is about to shut down."""
@@ -397,6 +402,7 @@ class Durable(Speculating):
             if not put_rows(core, self._loop, tree, node, loaded.payload, low, high, press=press):
                 reason = "no_room"
                 break
+            self._loaded(link, loaded)
             size += len(loaded.payload)
             used.append(loaded.found.chunk)
             store.meter.add("restored_tokens", link.count, tier=loaded.place)

@@ -9,9 +9,11 @@ shows that a session goes on.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
 from functools import partial
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING
 
 from forkserve.control.core import Core
@@ -31,10 +33,12 @@ if TYPE_CHECKING:
     from forkserve.store.host import Piece, Prefixes
     from forkserve.store.identity import Link
     from forkserve.store.mover import Mover
+    from forkserve.store.vault import Loaded
 
 __all__ = ["Tiering"]
 
 _LOW = 0.9  # share of the device's budget that moving goes down to
+_SETTLED_S = 0.25  # rows that came back stay at least this long: a verb is about to use them
 _EARLY_MS = 20.0  # rows are back this long before a tool is expected to return, and the copy's time
 
 
@@ -44,6 +48,7 @@ class Tiering(Keeping):
     def __init__(self, core: Core, store: Store | None) -> None:
         super().__init__(core, store)
         self._mover: Mover | None = None
+        self._rose: dict[str, float] = {}  # session -> when rows came back, on the real clock
         if store is None or store.memory is None:
             return
         from forkserve.store.mover import Mover
@@ -168,6 +173,8 @@ class Tiering(Keeping):
             return False
         if (tree.session, node.id) in core.tasks:
             return False
+        if time.monotonic() - self._rose.get(tree.session, -inf) < _SETTLED_S:
+            return False
         due = mover.due(_wake(tree, node)) if mover is not None else None
         return due is None or due - core.clock.now_ms() > 2 * _EARLY_MS
 
@@ -245,6 +252,7 @@ class Tiering(Keeping):
         with core.lock:
             if core.trees.get(tree.session) is not tree or not node.live:
                 return 0
+            self._rose = {s: at for s, at in self._rose.items() if s in core.trees}
             first = ready(node)
             if first >= node.length or not len(store.memory):
                 return 0
@@ -256,6 +264,7 @@ class Tiering(Keeping):
             if at <= before:
                 break
         if at > first:
+            self._rose[tree.session] = time.monotonic()
             took = clock_ms() - start
             size = (at - first) * self.backend.info.kv_bytes_per_token
             store.restorer.memory_cost.observe(size, took)
@@ -287,8 +296,19 @@ class Tiering(Keeping):
                 if store.restore == "auto" and predicted >= self._prefill_ms(at, high):
                     return False
                 core, loop = self._core, self._loop
+                self._rose[tree.session] = time.monotonic()
                 return put_rows(core, loop, tree, node, piece.rows, low, high, press=press)
         return False
+
+    def _loaded(self, link: Link, loaded: Loaded) -> None:
+        """What came from afar stays in memory for the next one: the page cache does not hold it."""
+        from forkserve.store.host import Piece
+
+        store = self._require()
+        if store.memory is not None and loaded.place != next(iter(store.vault.depots)):
+            saved = self._prefill_ms(link.start, link.start + link.count)
+            rows = loaded.payload
+            store.memory.put(Piece(link.parent, link.id, link.start, link.tokens, rows, saved))
 
     # ---------------------------------------------------------------- further down
 

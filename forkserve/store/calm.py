@@ -9,9 +9,9 @@ from contextlib import suppress
 
 __all__ = ["be_calm"]
 
-# A tenth of a busy core, not less: such a thread takes the interpreter's lock now and then, and
+# A thirtieth of a busy core, not less: such a thread takes the interpreter's lock now and then, and
 # must get to the point of giving it back also on a machine that others keep busy.
-_NICE = 10
+_NICE = 15
 
 
 def be_calm() -> None:

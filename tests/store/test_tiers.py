@@ -12,6 +12,7 @@ import pytest
 from forkserve import Engine
 from forkserve.errors import ConfigError, NodeError, SessionError, StoreError
 from forkserve.store import Store
+from forkserve.store.depots import FaultyDepot, MemoryDepot
 from forkserve.store.host import HostMemory, Piece, Prefixes
 from forkserve.store.policies import KeepSession, Lru
 from forkserve.store.rebuild import verify
@@ -214,6 +215,26 @@ def test_a_full_queue_of_moves_drops_and_delays_nobody(tmp_path: Path) -> None:
         for n in range(0, 40, 9):
             eng.promote(f"s{n}", eng.tip(f"s{n}"))
             assert eng.generate(f"s{n}", 2) == cold([n, *PROMPT[:50]], 2)
+        eng.shutdown()
+
+
+def test_what_comes_from_afar_is_read_once_and_then_held_in_memory(tmp_path: Path) -> None:
+    far = FaultyDepot(MemoryDepot(place="object"))
+    with tiered(tmp_path, far=[far], restore="always") as store:
+        eng = engine(store, prefix_index=False)
+        eng.open(PROMPT, session="a")
+        eng.publish("a")
+        for content, _ in store.catalog.read("SELECT content, place FROM replica"):
+            store.vault.copy_one(content, "disk", "object")
+            store.catalog.forget("disk", [content])
+            store.vault.depots["disk"].delete([content])
+        opened = far.calls.get("open", 0)
+        assert eng.open(PROMPT, session="b").cached_tokens == 512
+        assert far.calls["open"] == opened + 2
+        assert eng.open(PROMPT, session="c").cached_tokens == 512
+        assert far.calls["open"] == opened + 2
+        assert eng.generate("c", 3) == cold(PROMPT, 3)
+        eng.check()
         eng.shutdown()
 
 
