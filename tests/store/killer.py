@@ -40,7 +40,7 @@ def open_store(folder: Path, **options: Any) -> Store:
     return Store(
         folder,
         policy=KeepSession(),
-        budget_bytes=200_000,
+        budget_bytes=400_000,
         far=[far],
         write_behind=True,
         memory_bytes=100_000,
@@ -88,15 +88,18 @@ def work(folder: Path, acks: int, seed: int, bundle: Path) -> None:
             eng.generate("a", 3)
             acknowledge()
         name = f"n{seed}-{turn}"
-        eng.publish("a", name=name, wait=turn % 2 == 0)
+        with suppress(StoreError):  # the budget may be full of what has no receipt yet
+            eng.publish("a", name=name, wait=turn % 2 == 0)
         if turn % 3 == 2:
             with store.catalog.write() as db:  # some states lose their name: garbage to collect
                 db.execute("DELETE FROM name WHERE name LIKE ?", (f"n{rng.randrange(99)}%",))
             other = eng.open([rng.randrange(99) for _ in range(300)])
-            eng.publish(other.id)
+            with suppress(StoreError):
+                eng.publish(other.id)
             eng.close(other.id)
         if turn % 3 == 1:
-            import_bundle(store.vault, bundle)
+            with suppress(StoreError):
+                import_bundle(store.vault, bundle)
             with store.catalog.write() as db:
                 db.execute("DELETE FROM name WHERE name = 'travels'")
         eng.observe("a", "tool", ms=1.0, output=[turn, 1, 2], schema_stable=True)
@@ -115,7 +118,7 @@ def work(folder: Path, acks: int, seed: int, bundle: Path) -> None:
 
 def fill(store: Store, seed: int) -> None:
     """More chunks than the budget allows, of no session: some have to go."""
-    for n in range(40):
+    for n in range(80):
         with suppress(StoreError):
             store.vault.put(PRINT, chain([seed % 1000, n, *range(10)]), rows)
 
@@ -128,6 +131,7 @@ def check(folder: Path, acked: list[int], writing: bool) -> None:
         names = store.catalog.read("SELECT name FROM name")
     eng = open_engine(folder)
     assert eng.store is not None
+    assert eng.store.behind is not None
     if acked or "a" in eng.stored_sessions():
         eng.resume("a")
         text = eng.tokens("a")
@@ -135,10 +139,10 @@ def check(folder: Path, acked: list[int], writing: bool) -> None:
         eng.check()
         assert eng.generate("a", 2) == cold(text, 2)
         if writing:
+            eng.store.behind.drain(20)
             assert eng.publish("a").tokens == len(eng.tokens("a")) // 256 * 256
     if names and writing:
         eng.tokens(eng.restore(str(names[0][0])).id)
-    assert eng.store.behind is not None
     eng.store.behind.drain(20)  # what was on its way when the process was killed arrives
     eng.store.behind.close()
     collect(eng.store.vault, grace_s=-5)
@@ -146,7 +150,7 @@ def check(folder: Path, acked: list[int], writing: bool) -> None:
     assert report.clean, report
     assert report.orphans == 0
     assert not list(folder.rglob(".tmp*"))
-    assert eng.store.budgets["disk"].used() <= 200_000
+    assert eng.store.budgets["disk"].used() <= 400_000
     assert eng.store.catalog.read("SELECT count(*) FROM lease") == [(0,)]
     shut(eng)
 
