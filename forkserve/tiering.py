@@ -9,10 +9,11 @@ shows that a session goes on.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Hashable
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Tiering"]
 
+# rank, worth, -position, serial number, tree, node: the least goes first
+_Idle = tuple[int, float, int, int, ContextTree, Node]
 _LOW = 0.9  # share of the device's budget that moving goes down to
 _SETTLED_S = 0.25  # rows that came back stay at least this long: a verb is about to use them
 _EARLY_MS = 20.0  # rows are back this long before a tool is expected to return, and the copy's time
@@ -48,6 +51,7 @@ class Tiering(Keeping):
     def __init__(self, core: Core, store: Store | None) -> None:
         super().__init__(core, store)
         self._mover: Mover | None = None
+        self._serial = count()
         self._rose: dict[str, float] = {}  # session -> when rows came back, on the real clock
         if store is None or store.memory is None:
             return
@@ -120,49 +124,51 @@ class Tiering(Keeping):
         return self._core.pool.live_pages - int(limit * share) // self._page_bytes
 
     def _move_down(self) -> None:
-        """Give pages back until the device is within its budget: cached ones, then idle rows."""
-        core, passed = self._core, set[Node]()
+        """Give pages back until the device is within its budget: cached ones, then idle rows.
+
+        The lock is held for one tree, or for one node's pages, at a time.
+        """
+        core = self._core
         if self._over() <= 0:
             return
+        heap: list[_Idle] = []
+        for tree in list(core.trees.values()):
+            with core.lock:
+                busy = active(core.tasks.values())
+                heap += [self._idle(tree, n) for n in tree if self._may_go(tree, n, busy)]
+        heapq.heapify(heap)
         while True:
             with core.lock:
                 core.index.reclaim(max(self._over(_LOW), 0))
-                if self._over(_LOW) <= 0:
-                    return
-                victim = self._victim(passed)
-            if victim is None:
+            if self._over(_LOW) <= 0 or not heap:
                 return
-            tree, node = victim
-            passed.add(node)
+            tree, node = heapq.heappop(heap)[-2:]
             seen = node.used_ms
             copied = self._copy(tree, node)
             with core.lock:
                 self._loop.quiesce(tree.session)
-                if node.used_ms == seen and self._may_go(tree, node, active(core.tasks.values())):
-                    reason = "device_budget" if copied else "device_budget_no_memory"
-                    core.drop_rows(tree, node, reason)
-                    core.changed.notify_all()
+                busy = active(core.tasks.values())
+                if node.used_ms != seen or not self._may_go(tree, node, busy):
+                    continue
+                core.drop_rows(tree, node, "device_budget" if copied else "device_budget_no_memory")
+                core.changed.notify_all()
+                above = node.parent
+                if above is not None and self._may_go(tree, above, busy):
+                    heapq.heappush(heap, self._idle(tree, above))
 
-    def _victim(self, passed: set[Node]) -> tuple[ContextTree, Node] | None:
-        """The idle node whose rows are worth least: idle ones first, then by the store's policy."""
+    def _idle(self, tree: ContextTree, node: Node) -> _Idle:
+        """An entry of the heap: what waits for a tool first, then what is worth least."""
         from forkserve.store.policies import Held
 
-        core, store = self._core, self._require()
-        busy, now = active(core.tasks.values()), core.clock.now_ms()
-        best: tuple[tuple[float, float, int], ContextTree, Node] | None = None
-        for tree in core.trees.values():
-            for node in tree:
-                if node in passed or not self._may_go(tree, node, busy):
-                    continue
-                begin, count = node.kv_begin, node.kv_end - node.kv_begin
-                saved = self._prefill_ms(begin, begin + count)
-                size = len({p for s in node.segments for p in s.pages}) * self._page_bytes
-                idle_s, live = max(now - node.used_ms, 0.0) / 1e3, node.mode is NodeMode.COMMIT
-                worth = store.policy.value(Held("", begin, count, size, saved, 0, idle_s, live))
-                key = (-float(evict_rank(node.mode, 0)), worth, -begin)
-                if best is None or key < best[0]:
-                    best = key, tree, node
-        return best[1:] if best is not None else None
+        core = self._core
+        begin, rows = node.kv_begin, node.kv_end - node.kv_begin
+        saved = self._prefill_ms(begin, begin + rows)
+        size = core.pool.pages_for(rows) * self._page_bytes
+        idle_s = max(core.clock.now_ms() - node.used_ms, 0.0) / 1e3
+        live = node.mode is NodeMode.COMMIT
+        worth = self._require().policy.value(Held("", begin, rows, size, saved, 0, idle_s, live))
+        rank = -int(evict_rank(node.mode, 0))
+        return rank, worth, -begin, next(self._serial), tree, node
 
     def _may_go(self, tree: ContextTree, node: Node, busy: set[Node]) -> bool:
         """True if a committed node has rows that nobody needs now or in a moment."""

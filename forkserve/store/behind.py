@@ -119,11 +119,14 @@ class WriteBehind:
         return True
 
     def close(self) -> None:
-        """End the thread after the chunk in hand; the rest waits in the table.  Idempotent."""
+        """End the thread after the chunk in hand, or after a minute; the rest waits in the table.
+
+        Idempotent.
+        """
         self._stop = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(60.0)
             self._thread = None
 
     # ---------------------------------------------------------------- the thread
