@@ -29,7 +29,7 @@ class Keeping(Durable):
 
     def __init__(self, core: Core, store: Store | None) -> None:
         super().__init__(core, store)
-        self._least = _CHUNK  # missing rows that are worth a look into the store
+        self._least = _CHUNK  # missing rows that are worth a look below the device's pages
         self._begun: OrderedDict[bytes, int] = OrderedDict()  # chain id -> sessions that began so
         self._kept: dict[str, int] = {}  # tokens of each session that the policy has published
         if store is not None:
@@ -65,9 +65,13 @@ class Keeping(Durable):
             if tree is None or target is None or not committed(target):
                 return
             busy = (session, target.id) in self._core.tasks
-            gone = target.length - ready(target) >= self._least
-        if gone and not busy:
+            gone = target.length - ready(target)
+        if busy or gone < self._least:
+            return
+        if gone >= _CHUNK:
             self._bring_back(tree, target)
+        else:
+            self._raise(tree, target, True)
 
     def _saved(self, session: str, *, now: bool = False) -> None:
         super()._saved(session, now=now)

@@ -23,7 +23,6 @@ from forkserve.control.retention import evict_rank
 from forkserve.engine.protocol import Portable
 from forkserve.keeping import Keeping
 from forkserve.tree.node import Node
-from forkserve.tree.rows import missing
 from forkserve.tree.tree import ContextTree, committed
 from forkserve.types import NodeMode
 from forkserve.warming import hold, put_rows, read_range, ready
@@ -40,6 +39,7 @@ __all__ = ["Tiering"]
 
 # rank, worth, -position, serial number, tree, node: the least goes first
 _Idle = tuple[int, float, int, int, ContextTree, Node]
+_CHUNK = 256  # tokens of a stored chunk: fewer missing rows are in memory or nowhere
 _LOW = 0.9  # share of the device's budget that moving goes down to
 _SETTLED_S = 0.25  # rows that came back stay at least this long: a verb is about to use them
 _EARLY_MS = 20.0  # rows are back this long before a tool is expected to return, and the copy's time
@@ -58,7 +58,7 @@ class Tiering(Keeping):
         from forkserve.store.mover import Mover
 
         self._mover = Mover(core.clock, on_failure=store.failed)
-        self._least = 1  # memory holds rows of any number
+        self._least = core.config.page_size  # the row of a token just sampled is no loss
         self._page_bytes = core.backend.info.kv_bytes_per_token * core.config.page_size
         store.memory.on_evicted = partial(self._spill, store)
         store.moving = lambda: self._mover.queued if self._mover is not None else 0
@@ -97,7 +97,8 @@ class Tiering(Keeping):
     def _expected(self, tree: ContextTree, node: Node) -> None:
         if self._mover is None or not committed(node):
             return
-        if missing(node, node.length) and (tree.session, node.id) not in self._core.tasks:
+        gone = node.length - ready(node)
+        if gone >= self._least and (tree.session, node.id) not in self._core.tasks:
             self._mover.offer(_wake(tree, node), partial(self._prefetch, tree, node))
 
     def _prefetch(self, tree: ContextTree, node: Node) -> None:
@@ -106,8 +107,13 @@ class Tiering(Keeping):
         with core.lock:
             here = core.trees.get(tree.session) is tree and node.live and committed(node)
             busy = (tree.session, node.id) in core.tasks or bool(core.pending)
-        if here and not busy:
+            gone = node.length - ready(node) if here else 0
+        if busy or gone < self._least:
+            return
+        if gone >= _CHUNK:
             self._bring_back(tree, node, press=False)
+        else:
+            self._raise(tree, node, False)
 
     # ---------------------------------------------------------------- down
 

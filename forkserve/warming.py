@@ -143,9 +143,11 @@ def put_rows(
                 if stop is not None:
                     count = min(count, stop - first)
                 if not _write(core, tree, owner, first, count, rows, first - begin, press):
-                    if not core.lent():
-                        return False
-                    core.changed.wait(0.005)  # a publish is about to give pages back
+                    free = core.pool.free_pages
+                    if core.lent():
+                        core.changed.wait(0.005)  # a publish is about to give pages back
+                    elif core.pool.free_pages == free:
+                        return False  # else captures that only waited have just given theirs
         if not idle:
             loop.run_until(lambda: not core.pending)
 

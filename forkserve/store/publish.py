@@ -104,11 +104,7 @@ class Publisher:
             if self._closed:
                 capture.release()
                 return Publication(tokens, False, "the store is closed")
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name="forkserve-publish", daemon=True
-                )
-                self._thread.start()
+        self._start()
         with self._lock:
             self._holding[id(capture)] = capture
         try:
@@ -118,6 +114,14 @@ class Publisher:
             self._release(capture)
             return Publication(tokens, False, "the queue is full")
         return ticket
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="forkserve-publish", daemon=True
+                )
+                self._thread.start()
 
     def relieve(self) -> bool:
         """Pages are short: captures that only wait are dropped; True while one is being read.
