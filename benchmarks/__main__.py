@@ -16,7 +16,7 @@ from benchmarks.plot import draw
 
 NAMES = (
     *("fork", "tick", "pages", "attention", "decorator", "trees", "trajectories"),
-    *("fanout", "ttft", "turns", "speed"),
+    *("fanout", "ttft", "turns", "speed", "store"),
 )
 
 

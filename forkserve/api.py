@@ -27,10 +27,11 @@ from forkserve.control.retention import ttl_s
 from forkserve.control.values import text, whole
 from forkserve.errors import ConfigError, NodeError, SessionError
 from forkserve.handle import SessionHandle
-from forkserve.keeping import Keeping
+from forkserve.tiering import Tiering
 from forkserve.tree.spine import take_prefix
 from forkserve.tree.tree import ContextTree
 from forkserve.types import JoinPolicy, NodeMode, Tokens, derive_seed
+from forkserve.warming import ready
 
 if TYPE_CHECKING:
     from forkserve.engine.protocol import Backend
@@ -56,7 +57,7 @@ def _claim(backend: Backend, engine: Engine) -> None:
     _owners[backend] = weakref.ref(engine)
 
 
-class Engine(Keeping):
+class Engine(Tiering):
     """Verbs over a backend.
 
     config: defaults to the backend's.  With ``config.background`` the loop runs in a thread of its
@@ -152,7 +153,9 @@ class Engine(Keeping):
                 self._journal.opened(tree, self._seeds[name])
         try:
             if prefill and self.store is not None:
-                restored = self._bring_back(tree, root).tokens
+                self._bring_back(tree, root)
+                with core.lock:
+                    restored = max(ready(root) - tree.cached, 0)
             if prefill:
                 self._complete(tree, root)
         except BaseException:
@@ -200,6 +203,7 @@ class Engine(Keeping):
 
         In a store the sessions stay open: `resume` brings them back.
         """
+        self._closing()
         self._loop.shutdown()
         if self._journal is not None:
             self._journal.close()
@@ -255,6 +259,7 @@ class Engine(Keeping):
                 self._guard.fits(length + len(ids), "branch")
             core.count.forks += 1
             owner = tree.owner(node, length) if length < node.length else node
+            self._expected(tree, owner)
             return tree.fork(owner, branch, ids, core.clock.now_ms(), alias_len=length).id
 
     def append(self, session: str, node: int, tokens: Tokens | str) -> int:
@@ -345,6 +350,7 @@ class Engine(Keeping):
             life = ttl_s(tool_s, reload_s, 0.0, 1.0, pages, self.config)
             tree.set_mode(target, NodeMode.IDLE)
             core.arm(target, core.clock.now_ms() + life * 1e3)
+            self._idled(tree, target, tool_s)
             return life
 
     # ---------------------------------------------------------------- commit and join
@@ -371,6 +377,7 @@ class Engine(Keeping):
         no child fits, a new node is made.
         """
         observed = self._guard.ids(tokens)
+        self._touched(session, node)
         with self._guard.settled(session) as tree:
             target = tree.get(node)
             self._guard.idle(tree, target)

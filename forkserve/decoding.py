@@ -16,6 +16,8 @@ from forkserve.control.values import whole
 from forkserve.engine.counts import PathCounts
 from forkserve.errors import ConfigError, NodeError
 from forkserve.inspection import Inspection
+from forkserve.tree.node import Node
+from forkserve.tree.tree import ContextTree
 from forkserve.types import GREEDY, NodeMode, SamplingParams, derive_seed
 
 __all__ = ["Decoding"]
@@ -148,8 +150,19 @@ class Decoding(Inspection):
         self._loop.run_until(done)
         self._saved(session)
 
+    # Hooks for engines with a store; see `forkserve.durable`, `keeping` and `tiering`.
+
     def _saved(self, session: str, *, now: bool = False) -> None:
-        """A hook for engines with a store; see `forkserve.durable`."""
+        """A verb has changed a session.  now: not only if a generation has ended."""
+
+    def _touched(self, session: str, node: int | None) -> None:
+        """A verb is about to need the rows of a node (None: the tip)."""
+
+    def _expected(self, tree: ContextTree, node: Node) -> None:
+        """The rows of a node will be needed soon.  Called under the lock; must not wait."""
+
+    def _idled(self, tree: ContextTree, node: Node, tool_s: float) -> None:
+        """A node waits for a tool of about `tool_s` seconds.  Under the lock; must not wait."""
 
     def _cancel(self, generation: Generation, wait: bool) -> None:
         """wait: False leaves it to the next step when the engine is busy (a dropped iterator)."""

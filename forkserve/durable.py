@@ -3,50 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from forkserve.control.core import Core
 from forkserve.control.experience import Experience
 from forkserve.control.lines import require_quiet
 from forkserve.engine.protocol import Portable
 from forkserve.errors import NodeError, SessionError, StoreError
 from forkserve.handle import SessionHandle
-from forkserve.speculating import Speculating
+from forkserve.restoring import Restoring
 from forkserve.tree.node import Node
 from forkserve.tree.revive import revive
-from forkserve.tree.spine import take_prefix
 from forkserve.tree.tree import ContextTree, committed
-from forkserve.warming import Warmed, hold, put_rows, read_link, ready
+from forkserve.warming import Warmed, hold, read_link, ready
 
 if TYPE_CHECKING:
     from forkserve.store import Publication, Store
-    from forkserve.store.catalog import Found
-    from forkserve.store.journal import TreeJournal
 
 __all__ = ["Durable"]
 
 
-class Durable(Speculating):
+class Durable(Restoring):
     """The durable part of `Engine`.  Without a store these verbs raise StoreError."""
-
-    def __init__(self, core: Core, store: Store | None) -> None:
-        super().__init__(core)
-        self.store = store
-        self._journal: TreeJournal | None = None
-        if store is None:
-            return
-        if not isinstance(core.backend, Portable):
-            raise StoreError(
-                f"the backend {core.backend.info.name} cannot give its KV away; open it without a "
-                "store, or use the mock or the bundled engine"
-            )
-        self._print = store.identify(core.backend.identity)
-        core.lent = store.publisher.relieve
-        if store.catalog.role == "owner":
-            self._journal = core.journal = store.journal(self._print, core.lock, core.meter.bill)
 
     # ---------------------------------------------------------------- verbs
 
@@ -137,9 +115,11 @@ class Durable(Speculating):
                 learned.took(role, branch)
             for tool, ms in record.tool_times:
                 learned.tool_ran(tool, ms, None, False)
+            for tool, output in record.tool_outputs:
+                learned.tool_ran(tool, None, output, True)
             self._journal.opened(tree, record.seed, record.next_binding, known=True)
         self._journal.reopened(session)
-        warmed = self._bring_back(tree, tree.tip)
+        warmed = self._bring_back(tree, tree.tip, press=False)
         return SessionHandle(self, tree, warmed.tokens)
 
     def stored_sessions(self) -> list[str]:
@@ -196,6 +176,9 @@ class Durable(Speculating):
             )
         return wanted
 
+    def _closing(self) -> None:
+        """The engine is about to shut down."""
+
     def _complete(self, tree: ContextTree, node: Node) -> None:
         """Wait until a node's rows are computed."""
         with self._core.lock:
@@ -211,11 +194,6 @@ class Durable(Speculating):
         raise NotImplementedError
 
     # ---------------------------------------------------------------- publish
-
-    def _require(self) -> Store:
-        if self.store is None:
-            raise StoreError("this engine has no store; give it one: Engine(backend, store='DIR')")
-        return self.store
 
     @staticmethod
     def _name_is_free(store: Store, name: str) -> None:
@@ -281,102 +259,6 @@ class Durable(Speculating):
                 chain,
             )
             after = partial(write_name, store.catalog, self._print, record, store.sealer)
-        capture = Capture(self._print, there, partial(read_link, backend, parts), release, after)
+        read = partial(read_link, backend, parts, core.backend.info.kv_bytes_per_token)
+        capture = Capture(self._print, there, read, release, after)
         return store.publisher.offer(capture, patience_s=patience_s)
-
-    # ---------------------------------------------------------------- restore
-
-    def _bring_back(self, tree: ContextTree, node: Node) -> Warmed:
-        """Restore missing rows if that is worth it, and note the decision."""
-        core = self._core
-        with core.lock:
-            bare = tree.root.evicted and not tree.root.segments
-            if bare and self.config.prefix_index:
-                core.count.cached_tokens += take_prefix(tree, core.index)
-            length, begin = node.length, ready(node)
-            tokens = tree.tokens(node)
-        if begin >= length:
-            return Warmed(0, "resident", "no row is missing")
-        try:
-            warmed = self._weigh(tree, node, begin, length, tokens)
-        except StoreError as error:  # a catalog that cannot be read must not stop anybody
-            self._require().failed(error)
-            warmed = Warmed(0, "computed", "store_failed")
-        if self._journal is not None and warmed.restore_ms is not None:
-            self._journal.decided(
-                tree.session,
-                node.id,
-                "restore",
-                warmed.verdict,
-                warmed.reason,
-                warmed.tokens,
-                warmed.prefill_ms,
-                warmed.restore_ms,
-                warmed.actual_ms,
-            )
-        return warmed
-
-    def _weigh(
-        self, tree: ContextTree, node: Node, begin: int, length: int, tokens: Sequence[int]
-    ) -> Warmed:
-        """Look up, predict both ways, and restore when that is the shorter one."""
-        from forkserve.store.identity import plan_chain
-
-        store = self._require()
-        found = store.catalog.lookup(
-            self._print, plan_chain(tokens, tree.salt), lossy=store.vault.lossy
-        )
-        found = [f for f in found if f.link.start + f.link.count > begin]
-        if not found:
-            return Warmed(0, "computed", "not_stored")
-        end = found[-1].link.start + found[-1].link.count
-        size = sum(f.bytes for f in found)
-        plan = Warmed(
-            0,
-            "computed",
-            "faster",
-            store.restorer.cost.predict_ms(size),
-            self._prefill_ms(begin, end),
-        )
-        if store.restore == "never":
-            return replace(plan, reason="restore_off")
-        assert plan.restore_ms is not None
-        assert plan.prefill_ms is not None
-        if store.restore == "auto" and plan.restore_ms >= plan.prefill_ms:
-            return plan
-        return self._fetch(tree, node, begin, found, plan)
-
-    def _fetch(
-        self, tree: ContextTree, node: Node, begin: int, found: list[Found], plan: Warmed
-    ) -> Warmed:
-        """Verified chunks into pages, up to the first bad one; the rest is computed as ever."""
-        from forkserve.store.restore import clock_ms
-
-        store, core, start = self._require(), self._core, clock_ms()
-        reason, size, used = "faster", 0, []
-        for loaded in store.restorer.fetch(self._print, found):
-            link = loaded.found.link
-            low, high = link.start, link.start + link.count
-            if not put_rows(core, self._loop, tree, node, loaded.payload, low, high):
-                reason = "no_room"
-                break
-            size += len(loaded.payload)
-            used.append(loaded.found.chunk)
-        else:
-            if len(used) < len(found):
-                reason = "damaged"
-        took = clock_ms() - start
-        store.restorer.cost.observe(size, took)
-        if used and store.catalog.role != "reader":
-            with suppress(StoreError):
-                store.catalog.touch(used)
-        with core.lock:
-            rows = max(ready(node) - begin, 0)
-            core.count.cached_tokens += rows
-        verdict = replace(plan, tokens=rows, reason=reason, actual_ms=took)
-        return replace(verdict, verdict="restored") if rows else verdict
-
-    def _prefill_ms(self, begin: int, end: int) -> float:
-        """Predicted time to compute rows [begin, end), chunk by chunk."""
-        step, predict = self.config.prefill_chunk, self.backend.predict_ms
-        return sum(predict(min(step, end - at), at) for at in range(begin, end, step))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Keeping"]
 
+_CHUNK = 256  # tokens of a stored chunk: fewer missing rows are not in the catalog
 _BEGINNINGS = 8192  # chunks of prompts that are counted; the least recent are forgotten
 
 
@@ -28,10 +29,12 @@ class Keeping(Durable):
 
     def __init__(self, core: Core, store: Store | None) -> None:
         super().__init__(core, store)
+        self._least = _CHUNK  # missing rows that are worth a look below the device's pages
         self._begun: OrderedDict[bytes, int] = OrderedDict()  # chain id -> sessions that began so
         self._kept: dict[str, int] = {}  # tokens of each session that the policy has published
-        if store is not None and store.budget is not None:
-            store.budget.recompute_ms = core.backend.predict_ms
+        if store is not None:
+            for budget in store.budgets.values():
+                budget.recompute_ms = core.backend.predict_ms
 
     def start(
         self,
@@ -46,17 +49,29 @@ class Keeping(Durable):
         Rows that were evicted come back first, from the store if that is faster.  Without a
         background loop it advances while somebody waits on the engine.
         """
-        if self.store is not None:
-            from forkserve.store.identity import CHUNK_TOKENS
-
-            with self._core.lock:
-                tree = self._core.tree(session)
-                target = tree.tip if node is None else tree.get(node)
-                gone = target.length - ready(target) >= CHUNK_TOKENS and committed(target)
-                gone = gone and (session, target.id) not in self._core.tasks
-            if gone:
-                self._bring_back(tree, target)
+        self._touched(session, node)
         return super().start(session, max_tokens, node=node, params=params)
+
+    def _touched(self, session: str, node: int | None) -> None:
+        """Bring back what a node lacks, if that is enough to be worth a look.
+
+        A name that is wrong is left to the verb.
+        """
+        if self.store is None:
+            return
+        with self._core.lock:
+            tree = self._core.trees.get(session)
+            target = None if tree is None else tree.tip if node is None else tree.nodes.get(node)
+            if tree is None or target is None or not committed(target):
+                return
+            busy = (session, target.id) in self._core.tasks
+            gone = target.length - ready(target)
+        if busy or gone < self._least:
+            return
+        if gone >= _CHUNK:
+            self._bring_back(tree, target)
+        else:
+            self._raise(tree, target, True)
 
     def _saved(self, session: str, *, now: bool = False) -> None:
         super()._saved(session, now=now)

@@ -53,6 +53,8 @@ class Speculating(Decoding):
                 likely, q = learned.output(tool)
                 ids = list(likely)
             self._guard.fits(target.length + len(ids), "guess")
+            if target.parent is not None:
+                self._expected(tree, target.parent)
             request = Request(target, priority, ids, q, schema_stable)
             pause = learned.pause_ms(tool) if t_idle_ms is None else t_idle_ms
             got = speculate(self._core, tree, [request], pause)[node]
@@ -113,10 +115,15 @@ class Speculating(Decoding):
         if ms is not None:
             ms = number("ms", ms, 0, UNBOUNDED_MS)
         with self._core.lock:
-            self._core.tree(session)
-            self._core.experience[session].tool_ran(tool, ms, ids, schema_stable)
+            tree = self._core.tree(session)
+            learned = self._core.experience[session]
+            learned.tool_ran(tool, ms, ids, schema_stable)
             if ms is not None:
                 self._core.journal.tool_ran(session, tool, ms)
+            if ids is not None:
+                head = learned.head(ids) if schema_stable else None
+                self._core.journal.tool_returned(session, tool, head)
+            self._expected(tree, tree.tip)
 
     def choice_mass(
         self, session: str, node: int, texts: Mapping[str, Tokens | str]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from forkserve.control.core import Core
 from forkserve.control.loop import Loop
+from forkserve.engine.protocol import Refilling
 from forkserve.errors import OutOfPages, SessionError
 from forkserve.tree.node import Node
 from forkserve.tree.rows import Reservation, fence, missing, reserve, rollback, settle, spans
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from forkserve.store.chunks import Buffer
     from forkserve.store.identity import Link
 
-__all__ = ["Warmed", "hold", "put_rows", "read_link", "ready"]
+__all__ = ["Warmed", "hold", "put_rows", "read_link", "read_range", "ready"]
 
 _SLICE = 4 << 20  # bytes written under one hold of the lock
 
@@ -52,14 +53,14 @@ def ready(node: Node) -> int:
 
 
 def hold(
-    core: Core, tree: ContextTree, node: Node, upto: int
+    core: Core, tree: ContextTree, node: Node, upto: int, begin: int = 0
 ) -> tuple[tuple[Span, ...], list[int]]:
-    """Pin the pages of positions [0, upto) of a path; returns its spans and the pages to unpin.
+    """Pin the pages of positions [begin, upto) of a path; returns spans and the pages to unpin.
 
     No copy may be pending: its target would be read before it is written.
     """
     assert not core.pending, "a row copy is still to run"
-    parts = spans(tree, node, upto)
+    parts = tuple(s for s in spans(tree, node, upto) if s.start + s.length > begin)
     pages: dict[int, None] = {}
     for span in parts:
         first = span.offset // core.pool.page_size
@@ -70,14 +71,35 @@ def hold(
     return parts, held
 
 
-def read_link(backend: Portable, parts: Sequence[Span], link: Link) -> Buffer:
-    """The rows of one chunk out of held spans."""
-    low, high, cut = link.start, link.start + link.count, []
+def read_link(
+    backend: Portable, parts: Sequence[Span], row_bytes: int, link: Link, spare: list[bytearray]
+) -> Buffer:
+    """The rows of one chunk out of held spans.  spare: buffers that may be filled again."""
+    return read_range(backend, parts, link.start, link.start + link.count, spare, row_bytes)
+
+
+def read_range(
+    backend: Portable,
+    parts: Sequence[Span],
+    low: int,
+    high: int,
+    spare: list[bytearray] | None = None,
+    row_bytes: int = 0,
+) -> Buffer:
+    """The rows of positions [low, high) out of held spans, in a spare buffer if one fits."""
+    cut = []
     for span in parts:
         begin, end = max(low, span.start), min(high, span.start + span.length)
         if begin < end:
             offset = span.offset + begin - span.start
             cut.append(Span(span.key, span.pages, begin, end - begin, offset))
+    if spare and isinstance(backend, Refilling):
+        size = row_bytes * (high - low)
+        for number, buffer in enumerate(spare):
+            if len(buffer) == size:
+                del spare[number]
+                backend.read_rows_into(cut, buffer)
+                return buffer
     return backend.read_rows(cut)
 
 
@@ -89,11 +111,14 @@ def put_rows(
     rows: Buffer,
     begin: int,
     end: int,
+    *,
+    press: bool = False,
 ) -> bool:
     """Write rows [begin, end) of the path of a node where they are missing.
 
-    False when no more fit, or when what is missing begins before them.  Raises SessionError when
-    the session is closed meanwhile.
+    press: make room as committed work does, where free and cached pages do not suffice.  False when
+    no more fit, or when what is missing begins before them.  Raises SessionError when the session
+    is closed meanwhile.
     """
     step = max(_SLICE // max(len(rows) // (end - begin), 1), core.config.page_size)
     while True:
@@ -101,6 +126,8 @@ def put_rows(
             loop.quiesce(tree.session)
             if core.trees.get(tree.session) is not tree or not node.live:
                 raise SessionError(f"session '{tree.session}' was closed meanwhile")
+            if core.pending and not press:
+                return False  # nobody waits: the loop is not to be driven from here
             if core.pending:
                 idle = False
             else:
@@ -115,16 +142,25 @@ def put_rows(
                 stop = fence(owner, first)
                 if stop is not None:
                     count = min(count, stop - first)
-                if not _write(core, tree, owner, first, count, rows, first - begin):
-                    if not core.lent():
-                        return False
-                    core.changed.wait(0.005)  # a publish is about to give pages back
+                if not _write(core, tree, owner, first, count, rows, first - begin, press):
+                    free = core.pool.free_pages
+                    if core.lent():
+                        core.changed.wait(0.005)  # a publish is about to give pages back
+                    elif core.pool.free_pages == free:
+                        return False  # else captures that only waited have just given theirs
         if not idle:
             loop.run_until(lambda: not core.pending)
 
 
 def _write(
-    core: Core, tree: ContextTree, owner: Node, first: int, count: int, rows: Buffer, at: int
+    core: Core,
+    tree: ContextTree,
+    owner: Node,
+    first: int,
+    count: int,
+    rows: Buffer,
+    at: int,
+    press: bool,
 ) -> bool:
     """Reserve, write and settle one slice; False when there is no room for it."""
     backend: Portable = core.backend  # type: ignore[assignment]  # checked when it was attached
@@ -132,7 +168,10 @@ def _write(
         held = reserve(tree, owner, first, count)
     except OutOfPages as shortage:
         core.index.reclaim(shortage.needed - core.pool.free_pages)
-        if core.pool.free_pages < shortage.needed:
+        path = (owner, *owner.ancestors())
+        if core.pool.free_pages < shortage.needed and not (
+            press and core.make_room(shortage.needed, keep=path)
+        ):
             return False
         held = reserve(tree, owner, first, count)
     try:

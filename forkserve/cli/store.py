@@ -7,87 +7,21 @@ a directory that is not a usable store.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from forkserve.cli import store_care
+from forkserve.cli.store_base import Group, Where, argument, pass_where
 from forkserve.cli.store_text import short, size, table, when
-from forkserve.errors import ForkServeError, StoreError
+from forkserve.errors import StoreError
 
 __all__ = ["group"]
 
-Progress = Callable[[int, int], None]
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-class _Refusal(click.ClickException):
-    exit_code = 2
-
-
-class _Group(click.Group):
-    """Errors of ours, and of the operating system, in one line."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (ForkServeError, OSError) as error:
-            raise _Refusal(" ".join(str(error).split())) from error
-
-
-class _Argument(click.Argument):
-    """An argument that says what it is, also where click's own takes no help."""
-
-    def __init__(self, *names: Any, help: str, **options: Any) -> None:
-        super().__init__(*names, **options)
-        self.help = help
-
-
-def _argument(name: str, help: str, **options: Any) -> Callable[[F], F]:
-    return click.argument(name, cls=_Argument, help=help, **options)
-
-
-class _Where:
-    """Options that all commands share."""
-
-    def __init__(self, folder: Path, key: str | None, as_json: bool) -> None:
-        self.folder = folder
-        self.key = key
-        self.as_json = as_json
-
-    @contextmanager
-    def open(self, *, write: bool = False) -> Iterator[Any]:
-        from forkserve.store.admin import open_store
-
-        with open_store(self.folder, write=write, key=self.key) as store:
-            yield store
-
-    def say(self, value: Any, text: str) -> None:
-        """One JSON object, or lines for people."""
-        click.echo(json.dumps(value, indent=2, default=str) if self.as_json else text)
-
-    @contextmanager
-    def progress(self, label: str) -> Iterator[Progress]:
-        """A bar on standard error for work that takes long, where somebody is looking."""
-        if self.as_json or not sys.stderr.isatty():
-            yield lambda done, total: None
-            return
-        with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
-
-            def show(done: int, total: int) -> None:
-                bar.length = max(total, 1)
-                bar.update(done - bar.pos)
-
-            yield show
-
-
-_pass = click.make_pass_decorator(_Where)
-
-
-@click.group("store", cls=_Group)
+@click.group("store", cls=Group)
 @click.option(
     "-d",
     "--dir",
@@ -99,19 +33,31 @@ _pass = click.make_pass_decorator(_Where)
     help="The store's directory; $FORKSERVE_STORE.",
 )
 @click.option("--key", metavar="FILE|env:NAME", help="Key of an encrypted store.")
+@click.option(
+    "--far",
+    metavar="URL",
+    envvar="FORKSERVE_STORE_FAR",
+    help="A further place: s3://BUCKET/PREFIX?endpoint=..., or a directory; $FORKSERVE_STORE_FAR.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on standard output.")
 @click.pass_context
-def group(ctx: click.Context, folder: Path, key: str | None, as_json: bool) -> None:
+def group(
+    ctx: click.Context, folder: Path, key: str | None, far: str | None, as_json: bool
+) -> None:
     """Look at durable states, check them, move them, throw them away."""
-    ctx.obj = _Where(folder, key, as_json)
+    ctx.obj = Where(folder, key, as_json, far)
+
+
+for _command in store_care.COMMANDS:
+    group.add_command(_command)
 
 
 # -------------------------------------------------------------------- looking
 
 
 @group.command("ls")
-@_pass
-def _ls(at: _Where) -> None:
+@pass_where
+def _ls(at: Where) -> None:
     """List sessions and named states."""
     from forkserve.store import admin
 
@@ -132,16 +78,16 @@ def _ls(at: _Where) -> None:
     )
     second = table(
         found["names"],
-        {"name": str, "tokens": str, "stored": str, "chain": short, "created_at": when},
+        {"name": str, "tokens": str, "stored": str, "far": str, "chain": short, "created_at": when},
         "no named state",
     )
     at.say(found, f"{first}\n\n{second}")
 
 
 @group.command("show")
-@_argument("what", "A name, a session or a chain id.")
-@_pass
-def _show(at: _Where, what: str) -> None:
+@argument("what", "A name, a session or a chain id.")
+@pass_where
+def _show(at: Where, what: str) -> None:
     """Show the chunks behind a NAME, a SESSION, a chain id, or of one FILE.kv."""
     from forkserve.store import admin
 
@@ -156,7 +102,7 @@ def _show(at: _Where, what: str) -> None:
 
 
 @group.command("lookup")
-@_argument("tokens", "Ids with commas, or @FILE with a JSON list.", metavar="TOKENS|@FILE")
+@argument("tokens", "Ids with commas, or @FILE with a JSON list.", metavar="TOKENS|@FILE")
 @click.option("--salt", default="default", show_default=True, help="Salt, or the tenant's name.")
 @click.pass_context
 def _lookup(ctx: click.Context, tokens: str, salt: str) -> None:
@@ -166,7 +112,7 @@ def _lookup(ctx: click.Context, tokens: str, salt: str) -> None:
     """
     from forkserve.store import admin
 
-    at: _Where = ctx.obj
+    at: Where = ctx.obj
     try:
         ids = json.loads(Path(tokens[1:]).read_text() if tokens[0] == "@" else f"[{tokens}]")
         ids = [int(i) for i in ids]
@@ -182,9 +128,9 @@ def _lookup(ctx: click.Context, tokens: str, salt: str) -> None:
 
 
 @group.command("tree")
-@_argument("session", "A session's id.")
-@_pass
-def _tree(at: _Where, session: str) -> None:
+@argument("session", "A session's id.")
+@pass_where
+def _tree(at: Where, session: str) -> None:
     """Draw the committed tree of a session."""
     from forkserve.store import admin
 
@@ -210,8 +156,8 @@ def _tree(at: _Where, session: str) -> None:
 
 
 @group.command("du")
-@_pass
-def _du(at: _Where) -> None:
+@pass_where
+def _du(at: Where) -> None:
     """Say what the store takes, as it counts and as the disk does."""
     from forkserve.store import admin
 
@@ -220,7 +166,14 @@ def _du(at: _Where) -> None:
     lines = [
         f"{place:10} {size(row['used']):>10} in {row['files']} files"
         f"  ({size(row['listed'])} in {row['parts']} parts are listed)"
+        if row["used"] is not None
+        else f"{place:10} {size(row['listed']):>10} in {row['parts']} parts are listed there"
         for place, row in found["places"].items()
+    ]
+    lines += [
+        f"{row['waiting']} chunks have no receipt of {place} yet"
+        for place, row in found["places"].items()
+        if row.get("waiting")
     ]
     lines.append(f"{'catalog':10} {size(found['catalog']):>10}")
     lines.append(f"{'quarantine':10} {size(found['quarantine']):>10} in {found['bad_files']} files")
@@ -228,9 +181,9 @@ def _du(at: _Where) -> None:
 
 
 @group.command("sql")
-@_argument("query", "SQL that only reads.")
-@_pass
-def _sql(at: _Where, query: str) -> None:
+@argument("query", "SQL that only reads.")
+@pass_where
+def _sql(at: Where, query: str) -> None:
     """Run a read-only QUERY; --json for JSON, else one line a row."""
     from forkserve.store import admin
 
@@ -252,7 +205,7 @@ def _verify(ctx: click.Context) -> None:
     """
     from forkserve.store.rebuild import verify
 
-    at: _Where = ctx.obj
+    at: Where = ctx.obj
     with at.open(write=True) as store, at.progress("verify") as show:
         report = verify(store.vault, show)
     found = {
@@ -274,8 +227,8 @@ def _verify(ctx: click.Context) -> None:
 
 
 @group.command("rebuild")
-@_pass
-def _rebuild(at: _Where) -> None:
+@pass_where
+def _rebuild(at: Where) -> None:
     """Make the catalog's list of chunks again from the files alone.
 
     Sessions and names are only in the database: a lost one takes them with it.
@@ -295,8 +248,8 @@ def _rebuild(at: _Where) -> None:
 @group.command("gc")
 @click.option("--grace", default=86400.0, show_default=True, help="s that garbage stays.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
-@_pass
-def _gc(at: _Where, grace: float, dry_run: bool) -> None:
+@pass_where
+def _gc(at: Where, grace: float, dry_run: bool) -> None:
     """Throw away what no name, pin or open session reaches, and leftovers of crashes."""
     from dataclasses import asdict
 
@@ -313,11 +266,11 @@ def _gc(at: _Where, grace: float, dry_run: bool) -> None:
 
 
 @group.command("pin")
-@_argument("what", "A name, a session or a chain id.")
+@argument("what", "A name, a session or a chain id.")
 @click.option("--ttl", type=click.FloatRange(min=0), help="s until it ends.  [default: never]")
 @click.option("--owner", default="cli", show_default=True, help="Who pins.")
-@_pass
-def _pin(at: _Where, what: str, ttl: float | None, owner: str) -> None:
+@pass_where
+def _pin(at: Where, what: str, ttl: float | None, owner: str) -> None:
     """Keep the chunks behind a NAME, a SESSION or a chain id."""
     from forkserve.store import admin
 
@@ -327,10 +280,10 @@ def _pin(at: _Where, what: str, ttl: float | None, owner: str) -> None:
 
 
 @group.command("unpin")
-@_argument("what", "A name, a session or a chain id.")
+@argument("what", "A name, a session or a chain id.")
 @click.option("--owner", default="cli", show_default=True, help="Whose pin.")
-@_pass
-def _unpin(at: _Where, what: str, owner: str) -> None:
+@pass_where
+def _unpin(at: Where, what: str, owner: str) -> None:
     """Take a pin away."""
     from forkserve.store import admin
 
@@ -340,11 +293,11 @@ def _unpin(at: _Where, what: str, owner: str) -> None:
 
 
 @group.command("name")
-@_argument("name", "Name of a state.")
+@argument("name", "Name of a state.")
 @click.option("--to", metavar="NEW", help="Rename it.")
 @click.option("--remove", is_flag=True, help="Forget it; gc may take its chunks then.")
-@_pass
-def _name(at: _Where, name: str, to: str | None, remove: bool) -> None:
+@pass_where
+def _name(at: Where, name: str, to: str | None, remove: bool) -> None:
     """Rename or remove the NAME of a state (`Engine.publish` gives names)."""
     from forkserve.store.records import remove_name, rename
 
@@ -362,10 +315,10 @@ def _name(at: _Where, name: str, to: str | None, remove: bool) -> None:
 
 
 @group.command("export")
-@_argument("file", "File to write.", type=click.Path(path_type=Path, dir_okay=False))
-@_argument("names", "Names of states; none: all of them.", nargs=-1)
-@_pass
-def _export(at: _Where, file: Path, names: tuple[str, ...]) -> None:
+@argument("file", "File to write.", type=click.Path(path_type=Path, dir_okay=False))
+@argument("names", "Names of states; none: all of them.", nargs=-1)
+@pass_where
+def _export(at: Where, file: Path, names: tuple[str, ...]) -> None:
     """Write named states (default: all) with their KV to one FILE."""
     from forkserve.store.bundle import export_names
 
@@ -375,13 +328,13 @@ def _export(at: _Where, file: Path, names: tuple[str, ...]) -> None:
 
 
 @group.command("import")
-@_argument(
+@argument(
     "file",
     "A file that `export` wrote.",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
 )
-@_pass
-def _import(at: _Where, file: Path) -> None:
+@pass_where
+def _import(at: Where, file: Path) -> None:
     """Take the states of a FILE in; a changed or cut file is refused as a whole."""
     from forkserve.store import Store
     from forkserve.store.bundle import import_bundle
@@ -391,7 +344,7 @@ def _import(at: _Where, file: Path) -> None:
     _say_bundle(at, done, "imported")
 
 
-def _say_bundle(at: _Where, done: Any, verb: str) -> None:
+def _say_bundle(at: Where, done: Any, verb: str) -> None:
     value = {"names": list(done.names), "chunks": done.chunks, "bytes": done.bytes}
     text = f"{verb} {len(done.names)} states, {done.chunks} chunks, {size(done.bytes)}"
     at.say(value, text)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from forkserve.control.core import Core
 from forkserve.control.flight import Entry, Flight
-from forkserve.control.pressure import make_room
 from forkserve.control.sharing import share_prompts
 from forkserve.control.spine_care import care
 from forkserve.control.task import Task
@@ -206,18 +205,7 @@ class Boarding:
             core.finish(task)
             return None
         lent = core.lent()  # what only waits to be read comes back at once
-        room = make_room(
-            shortage.needed,
-            core.pool,
-            core.index,
-            core.trees.values(),
-            core.tasks.values(),
-            core.clock.now_ms(),
-            drain=core.drain,
-            dropped=core.before_eviction,
-            preempt=lambda: self._preempt_younger(flight, task),
-        )
-        if room:
+        if core.make_room(shortage.needed, lambda: self._preempt_younger(flight, task)):
             return reserve(task.tree, owner, begin, count)
         if lent:
             core.short = True  # the rest in a moment

@@ -122,7 +122,7 @@ class NGramResidual:
                 f"n-gram order={order} must be >= 1, tokens={tokens} >= 0, q_min={q_min} in [0, 1]"
             )
         self._order = order
-        self._tokens = tokens
+        self.tokens = tokens
         self._q_min = q_min
         self._tools: OrderedDict[str, deque[tuple[int, ...]]] = OrderedDict()
 
@@ -131,8 +131,8 @@ class NGramResidual:
         if not schema_stable:
             self._tools.pop(tool, None)
             return
-        head = tuple(tokens[: self._tokens])
-        if len(head) < self._tokens:
+        head = tuple(tokens[: self.tokens])
+        if len(head) < self.tokens:
             head = (*head, _END)
         self._tools.setdefault(tool, deque(maxlen=_SAMPLES)).append(head)
         self._tools.move_to_end(tool)
@@ -151,7 +151,7 @@ class NGramResidual:
         follow = self._follow(samples)
         q = len(samples) / (len(samples) + 1)
         guess: list[int] = []
-        while len(guess) < self._tokens:
+        while len(guess) < self.tokens:
             counts = follow.get(tuple(guess[-self._order :]))
             if counts is None:
                 break

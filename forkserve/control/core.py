@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from forkserve.control.fairness import FairMeter
 from forkserve.control.generation import Generation
 from forkserve.control.journal import Journal, NullJournal
 from forkserve.control.planner import Planner, PoolView
+from forkserve.control.pressure import make_room
 from forkserve.control.probe import Probe
 from forkserve.control.scheduler import Scheduler
 from forkserve.control.stats import Counters, EngineStats, PrefilledTokens
@@ -218,15 +219,36 @@ class Core:
             tree.dead.clear()
         return freed
 
-    def drop_rows(self, tree: ContextTree, node: Node) -> None:
+    def make_room(
+        self,
+        wanted: int,
+        preempt: Callable[[], bool] = lambda: False,
+        keep: Iterable[Node] = (),
+    ) -> bool:
+        """Free pages for committed work; see `forkserve.control.pressure`."""
+        return make_room(
+            wanted,
+            self.pool,
+            self.index,
+            self.trees.values(),
+            self.tasks.values(),
+            self.clock.now_ms(),
+            drain=self.drain,
+            dropped=self.before_eviction,
+            preempt=preempt,
+            keep=keep,
+        )
+
+    def drop_rows(self, tree: ContextTree, node: Node, reason: str = "preempted") -> None:
         """Evict a node's KV; its tokens stay."""
-        self.before_eviction(tree, node)
+        self.before_eviction(tree, node, reason)
         evict(tree, node)
 
-    def before_eviction(self, tree: ContextTree, node: Node) -> None:
+    def before_eviction(self, tree: ContextTree, node: Node, reason: str = "pages") -> None:
         """Book-keeping for a node whose rows are about to go."""
         if node.segments:
             self.count.evicted_nodes += 1
+            self.journal.evicted(tree, node, reason)
         if node.parent is None:
             tree.reached = max(tree.reached, node.kv_end)
         self.count.wasted += node.speculated
@@ -281,7 +303,7 @@ class Core:
                     continue
                 if due <= now_ms and all(child.evicted for child in node.children.values()):
                     node.ttl_deadline_ms = None
-                    self.drop_rows(tree, node)
+                    self.drop_rows(tree, node, "expired")
                     expired += 1
                 else:
                     self.due_ms = min(self.due_ms, max(due, now_ms + 1.0))

@@ -35,6 +35,10 @@ class Experience:
         if output is not None:
             self._texts.observe(tool, output, schema_stable=schema_stable)
 
+    def head(self, output: Tokens) -> Tokens:
+        """The part of an output that is learned: what a store has to keep of it."""
+        return output[: self._texts.tokens]
+
     def took(self, role: str, branch: str) -> None:
         """After a node named `role` the branch `branch` was committed."""
         self._prior.observe(role, branch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ class Journal(Protocol):
         """What the planner made of requests to speculate."""
         ...
 
+    def evicted(self, tree: ContextTree, node: Node, reason: str) -> None:
+        """The rows of a node are about to go: pages, expired, preempted, device_budget."""
+        ...
+
+    def tool_returned(self, session: str, tool: str, output: Sequence[int] | None) -> None:
+        """A tool's output was learned, or (None) what was learned of the tool was forgotten."""
+        ...
+
     def closed(self, session: str) -> None:
         """The session has ended."""
         ...
@@ -49,5 +58,9 @@ class NullJournal:
     def tool_ran(self, session: str, tool: str, ms: float) -> None: ...
 
     def speculated(self, session: str, answers: dict[int, Speculation]) -> None: ...
+
+    def evicted(self, tree: ContextTree, node: Node, reason: str) -> None: ...
+
+    def tool_returned(self, session: str, tool: str, output: Sequence[int] | None) -> None: ...
 
     def closed(self, session: str) -> None: ...

@@ -190,6 +190,9 @@ class MockBackend:
     def read_rows(self, spans: Sequence[Span]) -> bytearray:
         return bytearray(np.concatenate([self._read(span) for span in spans]).tobytes())
 
+    def read_rows_into(self, spans: Sequence[Span], out: bytearray) -> None:
+        out[:] = self.read_rows(spans)
+
     def write_rows(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         self._write(span, np.frombuffer(rows, np.uint64).reshape(-1, 2)[at : at + span.length])
 

@@ -14,7 +14,7 @@ from forkserve.clock import Clock
 from forkserve.config import ForkServeConfig
 from forkserve.types import Batch, BatchResult, ModelInfo, Span
 
-__all__ = ["Backend", "Portable", "Tokenizer"]
+__all__ = ["Backend", "Portable", "Refilling", "Tokenizer"]
 
 
 @runtime_checkable
@@ -93,4 +93,13 @@ class Portable(Protocol):
 
     def write_rows(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """Write ``span.length`` rows: those from row `at` on of a run such as `read_rows` gives."""
+        ...
+
+
+@runtime_checkable
+class Refilling(Protocol):
+    """An optional method of a `Portable` backend that saves new memory for every run of rows."""
+
+    def read_rows_into(self, spans: Sequence[Span], out: bytearray) -> None:
+        """`Portable.read_rows` into a buffer of exactly the right length."""
         ...

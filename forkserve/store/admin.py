@@ -33,7 +33,9 @@ __all__ = [
 _HEX = re.compile(r"[0-9a-f]{8,64}\Z")
 
 
-def open_store(folder: Path, *, write: bool, key: str | None = None) -> Store:
+def open_store(
+    folder: Path, *, write: bool, key: str | None = None, far: str | None = None
+) -> Store:
     """The store in a directory that has one; none is made.  StoreError says what is there."""
     if not folder.is_dir():
         raise StoreError(f"there is no directory {folder}")
@@ -44,7 +46,8 @@ def open_store(folder: Path, *, write: bool, key: str | None = None) -> Store:
             )
         what = "is empty" if not any(folder.iterdir()) else f"holds no {FILE}"
         raise StoreError(f"{folder} {what}: it is not a store")
-    return Store(folder, "shared" if write else "reader", encrypt=key)
+    places = [far] if far is not None else []
+    return Store(folder, "shared" if write else "reader", encrypt=key, far=places)
 
 
 def sessions(catalog: Catalog) -> list[dict[str, Any]]:
@@ -61,12 +64,18 @@ def sessions(catalog: Catalog) -> list[dict[str, Any]]:
 
 
 def names(catalog: Catalog) -> list[dict[str, Any]]:
-    """Named states by name.  stored: tokens whose KV is there."""
-    keys = ("name", "session", "node", "tenant", "tokens", "chain", "created_at", "stored")
+    """Named states by name.  stored: tokens whose KV is there; far: those with a receipt of a
+    further place."""
+    keys = ("name", "session", "node", "tenant", "tokens", "chain", "created_at", "stored", "far")
     rows = catalog.read(
         "SELECT n.name, n.session, n.node, n.tenant, n.tokens, n.chain, n.created_at,"
         " coalesce((SELECT max(c.start + c.tokens) FROM chunk AS c WHERE c.chain = n.chain"
-        " AND c.fingerprint = n.fingerprint), 0) FROM name AS n ORDER BY n.name"
+        " AND c.fingerprint = n.fingerprint), 0), (WITH RECURSIVE path (chain) AS (SELECT n.chain"
+        " UNION SELECT c.parent FROM path JOIN chunk AS c ON c.chain = path.chain)"
+        " SELECT coalesce(sum(c.tokens), 0) FROM path JOIN chunk AS c USING (chain)"
+        " WHERE c.fingerprint = n.fingerprint AND EXISTS (SELECT 1 FROM part AS p JOIN replica AS r"
+        " USING (content) WHERE p.chunk = c.id AND r.place != 'disk'))"
+        " FROM name AS n ORDER BY n.name"
     )
     return [dict(zip(keys, row, strict=True)) for row in rows]
 
@@ -181,13 +190,18 @@ def unpin(catalog: Catalog, what: str, owner: str) -> int:
 def disk_usage(store: Store) -> dict[str, Any]:
     """Bytes by place as the catalog counts them, and as the places themselves do."""
     usage = store.catalog.usage()
-    places = {}
+    places: dict[str, dict[str, int | None]] = {}
     for place, depot in store.vault.depots.items():
         used = files = 0
         for stat in depot.entries():
             used, files = used + stat.used, files + 1
         listed, parts = usage.get(place, (0, 0))
         places[place] = {"listed": listed, "parts": parts, "used": used, "files": files}
+    for place, (listed, parts) in usage.items():  # not looked at: without --far
+        places.setdefault(place, {"listed": listed, "parts": parts, "used": None, "files": None})
+    for place, waiting in store.catalog.read("SELECT place, count(*) FROM outbox GROUP BY place"):
+        places.setdefault(place, {"listed": 0, "parts": 0, "used": None, "files": None})
+        places[place]["waiting"] = waiting
     aside = store.folder / "quarantine"
     bad = [p.stat().st_size for p in aside.iterdir()] if aside.is_dir() else []
     base = [p.stat().st_size for p in store.folder.glob(FILE + "*")]

@@ -1,7 +1,8 @@
 """A place's budget in bytes: kept before every write, by evicting what is worth least.
 
 Only the last chunk of a chain goes, then the one before it: a hole would make all after it useless.
-What a name or a live pin reaches never goes.  With a further place the chunk moves there first.
+What a name, a live pin or a reader's lease reaches never goes, nor does a chunk that write-behind
+has still to bring elsewhere.  With a further place a chunk moves there before it goes here.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from forkserve.errors import StoreError
+from forkserve.store import faults
+from forkserve.store.chunks import ChunkFault
 from forkserve.store.collect import delete_unnamed
+from forkserve.store.lease import tidy
 from forkserve.store.policies import Held, Policy
 from forkserve.store.vault import Vault
 
@@ -24,6 +29,7 @@ _ROWS = """
 WITH RECURSIVE kept (chain) AS (
   SELECT chain FROM name WHERE chain IS NOT NULL
   UNION SELECT chain FROM pin WHERE until IS NULL OR until > ?1
+  UNION SELECT chain FROM lease WHERE at + ttl > ?1
   UNION SELECT c.parent FROM kept JOIN chunk AS c ON c.chain = kept.chain
 ), live (chain) AS (
   SELECT n.chain FROM node AS n JOIN session AS s ON s.id = n.session
@@ -31,7 +37,11 @@ WITH RECURSIVE kept (chain) AS (
   UNION SELECT c.parent FROM live JOIN chunk AS c ON c.chain = live.chain
 )
 SELECT c.fingerprint, c.chain, c.parent, c.start, c.tokens, c.uses, c.used_at, p.content, r.used,
-       c.chain IN (SELECT chain FROM kept), c.chain IN (SELECT chain FROM live)
+       c.chain IN (SELECT chain FROM kept)
+         OR p.content IN (SELECT content FROM outbox WHERE place != ?2),
+       c.chain IN (SELECT chain FROM live),
+       (SELECT group_concat(place) FROM replica AS o
+          WHERE o.content = p.content AND o.place != ?2)
 FROM replica AS r JOIN part AS p USING (content) JOIN chunk AS c ON c.id = p.chunk
 WHERE r.place = ?2
 """
@@ -44,6 +54,15 @@ class Evicted:
     chunks: int
     bytes: int
     moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes that may go.  others: further places that hold them, with commas."""
+
+    content: str
+    used: int
+    others: str
 
 
 class Budget:
@@ -79,22 +98,25 @@ class Budget:
         Raises StoreError when names, pins and this write need more than the limit; OSError,
         CatalogFault.
         """
-        over = self._used() + size - self.limit
+        over = self.used() + size - self.limit
         if over <= 0:
             return Evicted(0, 0, 0)
         if size > self.limit:
             raise StoreError(f"{size} bytes do not fit into a budget of {self.limit} bytes")
         wanted = over + int((1 - self._low) * self.limit)
-        gone = self._choose(wanted)
-        freed = sum(used for _, _, used in gone)
-        if freed < over:
+        with self._vault.catalog.write() as db:
+            tidy(db, self._vault.catalog.now())
+        done = self._evict(self._choose(wanted))
+        if done.bytes < over:
             raise StoreError(
-                f"the budget of {self.limit} bytes is full of named and pinned states: "
-                f"{over} bytes more are needed, {freed} may go; remove names, or raise it"
+                f"the budget of {self.limit} bytes in '{self.place}' is full of named and pinned "
+                f"states, and of chunks that have no copy elsewhere yet: {over} bytes more are "
+                f"needed, {done.bytes} could go; remove names, or raise it"
             )
-        return self._evict(gone, freed)
+        return done
 
-    def _used(self) -> int:
+    def used(self) -> int:
+        """Bytes in the place, files that no row names included."""
         listed = self._vault.catalog.usage().get(self.place, (0, 0))[0]
         if self._unlisted is None:
             there = sum(stat.used for stat in self._vault.depots[self.place].entries())
@@ -105,21 +127,26 @@ class Budget:
         """Forget what was counted on the disk; the next write counts again (gc has run)."""
         self._unlisted = None
 
-    def _choose(self, wanted: int) -> list[tuple[str, str, int]]:
-        """(content, chain, bytes) of the least valuable chain ends, up to `wanted` bytes."""
+    def _choose(self, wanted: int) -> list[_Part]:
+        """The least valuable chain ends, up to `wanted` bytes."""
         now = self._vault.catalog.now()
         rows = self._vault.catalog.read(_ROWS, (now, self.place))
         children: dict[tuple[int, str], int] = {}
-        parts: dict[tuple[int, str], list[tuple[str, int]]] = {}
-        for which, chain, _, _, _, _, _, content, used, _, _ in rows:
-            parts.setdefault((which, chain), []).append((content, used))
+        parts: dict[tuple[int, str], list[_Part]] = {}
+        fast: set[tuple[int, str]] = set()
+        for which, chain, _, _, _, _, _, content, used, kept, _, others in rows:
+            parts.setdefault((which, chain), []).append(_Part(content, used, others or ""))
+            if kept:
+                fast.add((which, chain))
         items: dict[tuple[int, str], tuple[Held, tuple[int, str]]] = {}
-        for which, chain, parent, start, tokens, uses, at, _, _, kept, live in rows:
+        seen: set[tuple[int, str]] = set()
+        for which, chain, parent, start, tokens, uses, at, _, _, _, live, _ in rows:
             key = (which, chain)
-            if key in items:
+            if key in seen:
                 continue
-            if not kept:
-                size = sum(used for _, used in parts[key])
+            seen.add(key)
+            if key not in fast:
+                size = sum(part.used for part in parts[key])
                 saved = self.recompute_ms(tokens, start)
                 idle = max(now - at, 0.0)
                 held = Held(chain, start, tokens, size, saved, uses, idle, bool(live))
@@ -131,12 +158,12 @@ class Budget:
             if not children.get(key)
         ]
         heapq.heapify(heap)
-        out: list[tuple[str, str, int]] = []
+        out: list[_Part] = []
         freed = 0
         while heap and freed < wanted:
             _, _, key = heapq.heappop(heap)
             held, above = items[key]
-            out += [(content, held.chain, used) for content, used in parts[key]]
+            out += parts[key]
             freed += held.bytes
             children[above] = children.get(above, 0) - 1
             if above in items and not children[above]:
@@ -144,17 +171,34 @@ class Budget:
                 heapq.heappush(heap, (self._policy.value(outer), -outer.start, above))
         return out
 
-    def _evict(self, gone: list[tuple[str, str, int]], freed: int) -> Evicted:
-        vault, moved = self._vault, 0
-        others = [place for place in vault.depots if place != self.place]
-        if others:
-            try:
-                moved = vault.copy([(c, chain) for c, chain, _ in gone], self.place, others[0])
-            except (OSError, StoreError) as error:  # the limit holds; what is lost is recomputed
-                _log.warning("chunks could not be moved to %s: %s", others[0], error)
-        contents = [content for content, _, _ in gone]
+    def _evict(self, chosen: list[_Part]) -> Evicted:
+        """Let parts go from here; one that has no copy elsewhere and cannot be given one stays."""
+        vault, moved, gone = self._vault, 0, list[_Part]()
+        places = list(vault.depots)
+        further = places[places.index(self.place) + 1 :]
+        for part in chosen:
+            if further and not set(part.others.split(",")) & set(further):
+                try:
+                    vault.copy_one(part.content, self.place, further[0])
+                    moved += 1
+                except FileNotFoundError:
+                    pass  # it is gone already: the row goes as well
+                except ChunkFault:
+                    continue  # damaged, and set aside
+                except (OSError, StoreError) as error:
+                    with suppress(StoreError):
+                        vault.catalog.forgo(part.content, further[0])
+                    _log.warning("a chunk could not be moved to %s: %s", further[0], error)
+                    break  # what is above it stays, too: no hole, and the place is away
+            gone.append(part)
+        faults.reach("evict.copied")
+        contents, freed = [part.content for part in gone], sum(part.used for part in gone)
         vault.catalog.forget(self.place, contents)
+        faults.reach("evict.unlisted")
         for _ in delete_unnamed(vault, self.place, contents):
             pass
-        vault.catalog.event("evicted", place=self.place, chunks=len(gone), bytes=freed, moved=moved)
+        faults.reach("evict.deleted")
+        if gone:
+            detail = {"chunks": len(gone), "bytes": freed, "moved": moved}
+            vault.catalog.event("evicted", place=self.place, reason="budget", **detail)
         return Evicted(len(gone), freed, moved)

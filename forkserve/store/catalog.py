@@ -21,7 +21,7 @@ from forkserve.store import owner, schema
 from forkserve.store.chunks import LOSSY, Header
 from forkserve.store.identity import Fingerprint, Link
 
-__all__ = ["Catalog", "CatalogFault", "Found", "Role"]
+__all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Found", "Role"]
 
 Role = Literal["owner", "shared", "reader"]
 
@@ -41,6 +41,9 @@ class Found:
     bytes: int
     places: tuple[str, ...]
 
+
+INTENT = 1e18  # `due_at` of an outbox row that stands for a copy under way, not for a queued one
+CLAIM_S = 120.0  # s that a process may take to copy one chunk
 
 _LOOKUP = """
 SELECT w.key, c.id, c.parent, c.start, c.tokens, p.content, p.format, p.bytes,
@@ -77,6 +80,8 @@ class Catalog:
         self.role = role
         self.now = now
         self.own: owner.Ownership | None = None
+        # A further place that every new chunk is to reach, and how many may wait for it.
+        self.behind: tuple[str, int] | None = None
         self._lock = threading.RLock()
         self._db = schema.connect(folder, read_only=role == "reader", full_sync=full_sync)
         self._prints: dict[bytes, int] = {}
@@ -245,7 +250,29 @@ class Catalog:
                     " VALUES (?, ?, ?, ?)",
                     (header.content, place, used, now),
                 )
+            if self.behind is not None and place != self.behind[0]:
+                kept = [header.content for header, _ in stored if header.content not in lost]
+                self._promise(db, kept, *self.behind, now)
         return lost
+
+    @staticmethod
+    def _promise(
+        db: sqlite3.Connection, contents: Sequence[str], place: str, most: int, now: float
+    ) -> None:
+        """Note that chunks are to reach a further place, as far as not too many wait for it."""
+        (waiting,) = db.execute("SELECT count(*) FROM outbox WHERE place = ?", (place,)).fetchone()
+        for content in contents:
+            there = "SELECT 1 FROM replica WHERE content = ? AND place = ?"
+            if db.execute(there, (content, place)).fetchone():
+                continue
+            if waiting >= most:
+                _count(db, "behind_dropped", 1)
+                continue
+            waiting += db.execute(
+                "INSERT OR IGNORE INTO outbox (content, place, due_at, created_at)"
+                " VALUES (?, ?, ?, ?)",
+                (content, place, now, now),
+            ).rowcount
 
     @staticmethod
     def _chunk(db: sqlite3.Connection, which: int, header: Header, now: float) -> int:
@@ -258,6 +285,35 @@ class Catalog:
                 (*key, header.parent.hex(), header.start, header.count, now, now),
             ).fetchone()
         return int(row[0])
+
+    def intend(self, content: str, place: str) -> Callable[[str], bool]:
+        """Note that this process is writing a part to a place; `record` ends that.
+
+        Returns the question, for `record`, whether the note still stands: it goes with the part
+        when gc takes that, and the object with it.  Raises FileNotFoundError when the part is not
+        in the catalog any more, CatalogFault.
+        """
+        now = self.now()
+        with self.write() as db:
+            if not db.execute("SELECT 1 FROM part WHERE content = ?", (content,)).fetchone():
+                raise FileNotFoundError(f"chunk {content[:16]} was collected meanwhile")
+            db.execute(
+                "INSERT OR IGNORE INTO outbox"
+                " (content, place, due_at, taken_by, taken_until, created_at)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (content, place, INTENT, owner.who(), now + CLAIM_S, now),
+            )
+            note = "SELECT created_at FROM outbox WHERE content = ? AND place = ?"
+            noted = db.execute(note, (content, place)).fetchone()
+        return lambda key: self.read(note, (content, place)) == [noted]
+
+    def forgo(self, content: str, place: str) -> None:
+        """An intended copy did not come to be."""
+        with self.write() as db:
+            db.execute(
+                "DELETE FROM outbox WHERE content = ? AND place = ? AND due_at = ?",
+                (content, place, INTENT),
+            )
 
     def forget(self, place: str, contents: Iterable[str]) -> None:
         """These parts are no longer at a place; a chunk without any part goes with its last."""
@@ -296,6 +352,15 @@ class Catalog:
         )
         return [{"kind": k, "at": at, **json.loads(detail)} for k, detail, at in rows]
 
+    def count(self, name: str, by: float = 1) -> None:
+        """Add to a total that outlives the process; a catalog that can't be written loses it."""
+        with suppress(StoreError), self.write() as db:
+            _count(db, name, by)
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the store was made."""
+        return dict(self.read("SELECT name, value FROM counter ORDER BY name"))
+
     def setting(self, key: str) -> str | None:
         """A value of table `meta`."""
         rows = self.read("SELECT value FROM meta WHERE key = ?", (key,))
@@ -326,3 +391,11 @@ def _event(db: sqlite3.Connection, at: float, kind: str, detail: Mapping[str, An
         "INSERT INTO event (kind, detail, at) VALUES (?, ?, ?)", (kind, json.dumps(detail), at)
     )
     db.execute("DELETE FROM event WHERE id <= (SELECT max(id) FROM event) - 10000")
+
+
+def _count(db: sqlite3.Connection, name: str, by: float) -> None:
+    db.execute(
+        "INSERT INTO counter VALUES (?, ?)"
+        " ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
+        (name, by),
+    )

@@ -1,9 +1,9 @@
 """Garbage: what no root reaches, files that no row names, leftovers of writers that died.
 
-Roots are names, pins whose time is not over, and the committed text of sessions that are not
-closed.  A chunk is kept with all its ancestors.  Rows go first, in one transaction; then each file
-is deleted inside a transaction that has checked that no row names it, so that a publish of the same
-chunk in another process either sees it gone or keeps it.
+Roots are names, pins whose time is not over, chains that somebody reads now (`lease`), and the
+committed text of sessions that are not closed.  A chunk is kept with all its ancestors.  Rows go
+first, in one transaction; then each file is deleted inside a transaction that has checked that no
+row names it, so that a publish of the same chunk in another process sees it gone or keeps it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from forkserve.store import faults
+from forkserve.store.lease import tidy
 from forkserve.store.vault import Vault
 
 __all__ = ["GRACE_S", "Swept", "collect", "delete_unnamed", "reachable"]
@@ -36,10 +37,18 @@ _KEPT = """
 WITH RECURSIVE kept (chain) AS (
   SELECT chain FROM name WHERE chain IS NOT NULL
   UNION SELECT chain FROM pin WHERE until IS NULL OR until > ?1
+  UNION SELECT chain FROM lease WHERE at + ttl > ?1
   UNION SELECT n.chain FROM node AS n JOIN session AS s ON s.id = n.session
         WHERE s.closed_at IS NULL AND n.chain IS NOT NULL
   UNION SELECT c.parent FROM kept JOIN chunk AS c ON c.chain = kept.chain
 )
+"""
+
+
+# A copy under way names its object as well: see `Catalog.intend`.
+_NAMED = """
+SELECT 1 FROM replica WHERE content = ?1 AND place = ?2
+UNION ALL SELECT 1 FROM outbox WHERE content = ?1 AND place = ?2
 """
 
 
@@ -66,6 +75,9 @@ def collect(
     """
     swept, limit = Swept(), _now(vault) - grace_s
     catalog = vault.catalog
+    if not dry_run:
+        with catalog.write() as db:
+            tidy(db, _now(vault))
     dead = catalog.read(
         _KEPT + "SELECT p.content, r.place, r.used FROM chunk AS c JOIN part AS p ON p.chunk = c.id"
         " JOIN replica AS r USING (content)"
@@ -114,12 +126,6 @@ def delete_unnamed(vault: Vault, place: str, keys: Sequence[str]) -> Iterator[in
     for begin in range(0, len(keys), _BATCH):
         batch = keys[begin : begin + _BATCH]
         with vault.catalog.write() as db:
-            free = [
-                key
-                for key in batch
-                if not db.execute(
-                    "SELECT 1 FROM replica WHERE content = ? AND place = ?", (key, place)
-                ).fetchone()
-            ]
+            free = [key for key in batch if not db.execute(_NAMED, (key, place)).fetchone()]
             depot.delete(free)
         yield begin + len(batch)

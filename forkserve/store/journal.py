@@ -27,6 +27,7 @@ from forkserve.tree import ContextTree, Node, committed
 __all__ = ["TreeJournal"]
 
 _log = logging.getLogger(__name__)
+OUTPUTS = 32  # of one tool that are kept: as many as the predictor looks at
 NOTES = 4096  # notes of one session that wait for a write; further ones are dropped and counted
 
 
@@ -129,6 +130,28 @@ class TreeJournal:
         if shadow is not None:
             sql = "INSERT INTO tool_time (session, tool, ms, at) VALUES (?,?,?,?)"
             self._note(shadow, sql, (session, tool, ms, self._catalog.now()))
+
+    def tool_returned(self, session: str, tool: str, output: Sequence[int] | None) -> None:
+        """Note what a tool returned, as far as a guess can use it; None forgets the tool."""
+        shadow = self._sessions.get(session)
+        if shadow is None:
+            return
+        if output is None:
+            sql = "DELETE FROM tool_output WHERE session = ? AND tool = ?"
+            self._note(shadow, sql, (session, tool))
+            return
+        ids = self._sealed(token_bytes(output), f"tool{session}/{tool}".encode())
+        sql = "INSERT INTO tool_output (session, tool, ids, at) VALUES (?,?,?,?)"
+        self._note(shadow, sql, (session, tool, ids, self._catalog.now()))
+        old = "SELECT id FROM tool_output WHERE session = ? AND tool = ? ORDER BY id DESC"
+        sql = f"DELETE FROM tool_output WHERE id IN ({old} LIMIT -1 OFFSET {OUTPUTS})"
+        self._note(shadow, sql, (session, tool))
+
+    def evicted(self, tree: ContextTree, node: Node, reason: str) -> None:
+        """Note that committed rows left their pages."""
+        if committed(node):
+            rows = node.kv_end - node.kv_begin
+            self.decided(tree.session, node.id, "evict", "dropped", reason, rows)
 
     def speculated(self, session: str, answers: dict[int, Any]) -> None:
         """Note what the planner decided, with its reasons."""

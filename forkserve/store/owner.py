@@ -6,6 +6,7 @@ reused pid is not taken for the owner.  Every take-over raises the epoch; each w
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from forkserve.errors import StoreError
 
-__all__ = ["Ownership", "acquire", "check", "forget", "release"]
+__all__ = ["Ownership", "acquire", "check", "forget", "is_dead", "release", "state", "who"]
 
 _mine: set[str] = set()  # tokens of the owners that live in this process
 
@@ -42,9 +43,9 @@ def acquire(db: sqlite3.Connection, *, force: bool = False) -> Ownership:
         token, pid, boot, started, last, released = row
         epoch = last + 1
         if not released:
-            state = _state(token, pid, boot, started)
-            if state == "alive" or (state == "unknown" and not force):
-                raise StoreError(_refusal(pid, last, state))
+            seen = state(pid, boot, started, token)
+            if seen == "alive" or (seen == "unknown" and not force):
+                raise StoreError(_refusal(pid, last, seen))
             taken = pid
     made = Ownership(uuid.uuid4().hex, epoch, taken)
     db.execute(
@@ -77,8 +78,25 @@ def forget(own: Ownership) -> None:
     _mine.discard(own.token)
 
 
-def _state(token: str, pid: int, boot: str, started: str) -> str:
-    """alive, dead, or unknown (a process this one can't see)."""
+def who() -> str:
+    """This process, in a form that `is_dead` understands later, in any process."""
+    return json.dumps([os.getpid(), _boot(), _started(os.getpid())])
+
+
+def is_dead(holder: str) -> bool:
+    """True if the process that `who` named has certainly ended; False if that can't be known."""
+    try:
+        pid, boot, started = json.loads(holder)
+        return state(int(pid), str(boot), str(started)) == "dead"
+    except (ValueError, TypeError):
+        return True
+
+
+def state(pid: int, boot: str, started: str, token: str | None = None) -> str:
+    """alive, dead, or unknown (a process this one can't see).
+
+    token: also ask whether that owner of this very process has been forgotten.
+    """
     here = _boot()
     if boot.split("/", maxsplit=1)[0] != here.split("/")[0]:
         # Another boot of this machine is dead.  Without a boot id it may be another machine.
@@ -86,7 +104,7 @@ def _state(token: str, pid: int, boot: str, started: str) -> str:
     if boot != here:
         return "unknown"
     if pid == os.getpid() and started == _started(pid):
-        return "alive" if token in _mine else "dead"
+        return "alive" if token is None or token in _mine else "dead"
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -96,8 +114,8 @@ def _state(token: str, pid: int, boot: str, started: str) -> str:
     return "alive" if _started(pid) == started else "dead"
 
 
-def _refusal(pid: int, epoch: int, state: str) -> str:
-    if state == "alive":
+def _refusal(pid: int, epoch: int, seen: str) -> str:
+    if seen == "alive":
         return (
             f"the store is in use by process {pid} (epoch {epoch}); close it there, or open this "
             "one with role='shared' or role='reader'"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
 from forkserve.errors import StoreError
+from forkserve.store.calm import be_calm
 from forkserve.store.chunks import Buffer
 from forkserve.store.identity import Fingerprint, Link
+from forkserve.store.metrics import Meter
 from forkserve.store.vault import Stored, Vault
 
 __all__ = ["Capture", "Publication", "Publisher"]
@@ -22,12 +25,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Capture:
-    """Rows to publish.  read: the rows of a link, while the pages are held.  release: let go of
-    them; called exactly once, whatever happens.  after: run once the bytes are durable."""
+    """Rows to publish.
+
+    read(link, spare): the rows of a link, while the pages are held, in a buffer of `spare` if one
+    fits.  release: let go of the pages; called exactly once, whatever happens.  after: run once the
+    bytes are durable.
+    """
 
     made: Fingerprint
     links: Sequence[Link]
-    read: Callable[[Link], Buffer]
+    read: Callable[[Link, list[bytearray]], Buffer]
     release: Callable[[], None]
     after: Callable[[], None] | None = None
     _state: Literal["queued", "running", "dropped"] = field(default="queued", repr=False)
@@ -68,7 +75,7 @@ class Publisher:
     """Runs captures one after the other in a thread of its own.
 
     depth: captures that may wait; one more is refused at once, so that nobody is ever delayed.
-    on_failure: told of every publish that failed.
+    on_failure: told of every publish that failed.  meter: counts what was written and dropped.
     """
 
     def __init__(
@@ -76,7 +83,9 @@ class Publisher:
         vault: Vault,
         depth: int = 2,
         on_failure: Callable[[BaseException], None] | None = None,
+        meter: Meter | None = None,
     ) -> None:
+        self.meter = meter or Meter()
         self.dropped = 0
         self.finished = 0
         self._vault = vault
@@ -95,20 +104,24 @@ class Publisher:
             if self._closed:
                 capture.release()
                 return Publication(tokens, False, "the store is closed")
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name="forkserve-publish", daemon=True
-                )
-                self._thread.start()
+        self._start()
         with self._lock:
             self._holding[id(capture)] = capture
         try:
             self._queue.put((capture, ticket), block=patience_s > 0, timeout=patience_s or None)
         except queue.Full:
-            self.dropped += 1
+            self._count_drop()
             self._release(capture)
             return Publication(tokens, False, "the queue is full")
         return ticket
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="forkserve-publish", daemon=True
+                )
+                self._thread.start()
 
     def relieve(self) -> bool:
         """Pages are short: captures that only wait are dropped; True while one is being read.
@@ -120,10 +133,19 @@ class Publisher:
             for capture in waiting:
                 capture._state = "dropped"
         for capture in waiting:
-            self.dropped += 1
+            self._count_drop()
             self._release(capture)
         with self._lock:
             return bool(self._holding)
+
+    @property
+    def queued(self) -> int:
+        """Captures that wait."""
+        return self._queue.qsize()
+
+    def _count_drop(self) -> None:
+        self.dropped += 1
+        self.meter.add("dropped", queue="publish")
 
     def _release(self, capture: Capture) -> None:
         capture.release()
@@ -147,6 +169,7 @@ class Publisher:
             thread.join(timeout_s)
 
     def _serve(self) -> None:
+        be_calm()
         while True:
             job = self._queue.get()
             try:
@@ -156,15 +179,33 @@ class Publisher:
             finally:
                 self._queue.task_done()
 
+    def _put(self, capture: Capture) -> Stored:
+        """Chunks into the vault, in as few buffers as possible: new memory costs page faults."""
+        spare: list[bytearray] = []
+        used: list[bytearray] = []
+
+        def read(link: Link) -> Buffer:
+            rows = capture.read(link, spare)
+            if isinstance(rows, bytearray):
+                used.append(rows)
+            return rows
+
+        def stored() -> None:
+            spare.extend(used)
+            used.clear()
+
+        return self._vault.put(capture.made, capture.links, read, stored)
+
     def _run(self, capture: Capture, ticket: Publication) -> None:
         with self._lock:
             if capture._state == "dropped":
                 ticket._done.set_exception(StoreError("dropped: its pages were needed for tokens"))
                 return
             capture._state = "running"
+        begin = time.perf_counter()
         try:
             try:
-                stored = self._vault.put(capture.made, capture.links, capture.read)
+                stored = self._put(capture)
             finally:
                 self._release(capture)
             if capture.after is not None:
@@ -176,4 +217,7 @@ class Publisher:
             ticket._done.set_exception(error)
         else:
             self.finished += 1
+            self.meter.took("publish", (time.perf_counter() - begin) * 1e3)
+            self.meter.add("published_chunks", stored.written)
+            self.meter.add("published_bytes", stored.bytes)
             ticket._done.set_result(stored)

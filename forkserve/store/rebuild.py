@@ -9,7 +9,7 @@ from forkserve.store.chunks import ChunkFault, Header, parse_header
 from forkserve.store.depots.protocol import Depot
 from forkserve.store.vault import Vault
 
-__all__ = ["Report", "rebuild", "verify"]
+__all__ = ["Report", "integrity", "rebuild", "verify"]
 
 _HEAD = 1 << 16  # bytes; a header of 256 tokens has 3 kB
 Progress = Callable[[int, int], None]
@@ -102,7 +102,7 @@ def verify(vault: Vault, progress: Progress | None = None) -> Report:
     Raises OSError, CatalogFault.
     """
     report = Report()
-    report.problems = _integrity(vault)
+    report.problems = integrity(vault)
     for place, depot in vault.depots.items():
         rows = vault.catalog.read(
             "SELECT r.content, p.bytes FROM replica AS r JOIN part AS p USING (content)"
@@ -124,7 +124,7 @@ def verify(vault: Vault, progress: Progress | None = None) -> Report:
     return report
 
 
-def _integrity(vault: Vault) -> list[str]:
+def integrity(vault: Vault) -> list[str]:
     """Faults of the database itself, and of what its rows promise each other."""
     read = vault.catalog.read
     found = [str(row[0]) for row in read("PRAGMA integrity_check(20)") if row[0] != "ok"]

@@ -42,7 +42,8 @@ class NodeRecord:
 class SessionRecord:
     """A session as it was last written, nodes parents first.
 
-    bindings: (role, branch) of its commits, oldest first.  tool_times: (tool, ms), oldest first.
+    bindings: (role, branch) of its commits, oldest first.  tool_times: (tool, ms), and
+    tool_outputs: (tool, beginning of what it returned), oldest first.
     """
 
     id: str
@@ -57,6 +58,7 @@ class SessionRecord:
     bindings: tuple[tuple[str, str], ...]
     next_binding: int
     tool_times: tuple[tuple[str, float], ...]
+    tool_outputs: tuple[tuple[str, array[int]], ...]
     meters: dict[str, float]
 
 
@@ -127,6 +129,12 @@ def read_session(catalog: Catalog, session: str, sealer: Sealer | None) -> Sessi
         bindings=tuple((role, branch) for role, branch in bindings),
         next_binding=following,
         tool_times=tuple((tool, ms) for tool, ms in times),
+        tool_outputs=tuple(
+            (tool, _ids(_opened(blob, f"tool{session}/{tool}".encode(), sealer)))
+            for tool, blob in catalog.read(
+                "SELECT tool, ids FROM tool_output WHERE session = ? ORDER BY id", (session,)
+            )
+        ),
         meters=dict(catalog.read("SELECT name, value FROM meter WHERE tenant = ?", (tenant,))),
     )
 

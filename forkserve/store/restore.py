@@ -16,19 +16,28 @@ from forkserve.store.vault import Loaded, Vault
 
 __all__ = ["RestoreCost", "Restorer", "clock_ms"]
 
-_SETTING = "restore_cost"
 _LEARN = 0.3  # weight of a new measurement
 
 
 class RestoreCost:
-    """ms(bytes) = fixed + bytes / rate.  rate in bytes/ms; careful until it was measured."""
+    """ms(bytes) = fixed + bytes / rate.  rate in bytes/ms; careful until it was measured.
 
-    def __init__(self, vault: Vault) -> None:
+    setting: under which the catalog keeps it for the next process.
+    """
+
+    def __init__(
+        self,
+        vault: Vault,
+        setting: str = "restore_cost",
+        fixed_ms: float = 2.0,
+        rate: float = 400e6 / 1e3,
+    ) -> None:
         self._vault = vault
-        self.fixed_ms = 2.0
-        self.rate = 400e6 / 1e3
+        self._setting = setting
+        self.fixed_ms = fixed_ms
+        self.rate = rate
         self.measured = 0
-        known = (vault.catalog.setting(_SETTING) or "").split()
+        known = (vault.catalog.setting(setting) or "").split()
         if len(known) == 2:
             self.rate, self.measured = max(float(known[0]), 1.0), int(known[1])
 
@@ -48,7 +57,7 @@ class RestoreCost:
     def save(self) -> None:
         """Write the rate down for the next process.  Raises CatalogFault."""
         if self.measured:
-            self._vault.catalog.set_setting(_SETTING, f"{self.rate:.1f} {self.measured}")
+            self._vault.catalog.set_setting(self._setting, f"{self.rate:.1f} {self.measured}")
 
 
 class Restorer:
@@ -56,6 +65,7 @@ class Restorer:
 
     def __init__(self, vault: Vault, threads: int = 2) -> None:
         self.cost = RestoreCost(vault)
+        self.memory_cost = RestoreCost(vault, "memory_cost", 0.05, 2e9 / 1e3)
         self.reads = 0  # chunks opened
         self.shared = 0  # chunks that somebody else was reading already
         self._vault = vault

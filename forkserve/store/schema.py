@@ -13,8 +13,9 @@ from pathlib import Path
 
 from forkserve.errors import StoreError
 from forkserve.store import faults
+from forkserve.store.migrations import V2
 
-__all__ = ["APPLICATION_ID", "FILE", "VERSION", "connect", "migrate"]
+__all__ = ["APPLICATION_ID", "FILE", "VERSION", "connect", "migrate", "version_of"]
 
 FILE = "catalog.db"
 APPLICATION_ID = 0x464B5631  # "FKV1"
@@ -242,8 +243,8 @@ CREATE TABLE weights (
 """
 
 # MIGRATIONS[i] brings version i to i + 1.  A released one is never edited.
-MIGRATIONS: list[str | Callable[[sqlite3.Connection], None]] = [_V1]
-VERSION = 1
+MIGRATIONS: list[str | Callable[[sqlite3.Connection], None]] = [_V1, V2]
+VERSION = 2
 
 
 def connect(
@@ -273,6 +274,17 @@ def connect(
         if isinstance(error, (sqlite3.Error, OSError)):
             raise StoreError(f"cannot open the catalog {path}: {error}") from error
         raise
+
+
+def version_of(folder: Path) -> int:
+    """Schema version of the catalog in a directory.  Raises StoreError: none, foreign, newer."""
+    db = _reader(folder / FILE)
+    try:
+        return _version(db)
+    except sqlite3.Error as error:
+        raise StoreError(f"cannot open the catalog {folder / FILE}: {error}") from error
+    finally:
+        db.close()
 
 
 def _reader(path: Path) -> sqlite3.Connection:

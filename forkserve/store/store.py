@@ -11,14 +11,18 @@ from types import TracebackType
 from typing import Any, Literal
 
 from forkserve.errors import ConfigError, StoreError
+from forkserve.store.behind import WriteBehind
 from forkserve.store.budget import Budget
 from forkserve.store.catalog import Catalog, Role
-from forkserve.store.depots import Depot, LocalDepot
+from forkserve.store.depots import Depot, LocalDepot, depot_at
+from forkserve.store.host import HostMemory
 from forkserve.store.identity import Fingerprint, fingerprint, weights_id
 from forkserve.store.journal import TreeJournal
+from forkserve.store.metrics import Meter
 from forkserve.store.policies import Lru, Policy
 from forkserve.store.publish import Publisher
 from forkserve.store.restore import Restorer
+from forkserve.store.scrub import Scrubber
 from forkserve.store.seal import Sealer, load_key
 from forkserve.store.vault import Vault
 
@@ -34,12 +38,19 @@ class Store:
     encrypt: where the key of 64 hex digits is, a file or "env:NAME"; token ids and rows are then
     sealed on disk.
     full_sync: sync the catalog at every transaction, so that a power cut loses nothing either.
-    far: more places to read from and to copy to, such as an `S3Depot`, nearest first.
+    far: more places to read from and to copy to, nearest first: an `S3Depot`, or a URL for
+    `forkserve.store.depots.depot_at`.
     restore: "auto" brings rows back when that is predicted to be faster than computing them.
-    budget_bytes: most that chunks may take on the disk; what is worth least goes, or moves to the
-    first of `far`.  policy: what is stored without being asked and what goes first
-    (`forkserve.store.policies`); default `Lru`, which stores only what `Engine.publish` is told to.
     queue: publishes that may wait.  force: take the store from an owner that cannot be checked.
+    policy: what is stored without being asked and what goes first (`forkserve.store.policies`);
+    default `Lru`, which stores only what `Engine.publish` is told to.
+
+    Budgets in bytes, None for no limit.  budget_bytes: chunks on the disk; what is worth least
+    goes, or moves to the first of `far`.  far_bytes: chunks in that place.  memory_bytes: rows in
+    host memory, None for no such tier.  device_bytes: rows in the engine's pages; above it idle
+    ones move to memory, while what runs may use the whole pool.
+    write_behind: bring every chunk to the first of `far`, some time after it was stored here.
+    scrub_bytes_s: hash what is on the disk again and again, at that rate.
 
     Raises StoreError (foreign, broken, newer, owned), ConfigError, MissingExtra.
     """
@@ -53,39 +64,65 @@ class Store:
         lossy: bool = False,
         encrypt: str | None = None,
         full_sync: bool = False,
-        far: Sequence[Depot] = (),
+        far: Sequence[Depot | str] = (),
         disk: Depot | None = None,
         restore: Literal["auto", "always", "never"] = "auto",
         queue: int = 2,
         budget_bytes: int | None = None,
+        far_bytes: int | None = None,
+        memory_bytes: int | None = None,
+        device_bytes: int | None = None,
+        write_behind: bool = False,
+        scrub_bytes_s: float | None = None,
         policy: Policy | None = None,
         force: bool = False,
     ) -> None:
         if restore not in ("auto", "always", "never"):
             raise ConfigError(f"restore='{restore}' is not known; auto, always and never are")
+        if (write_behind or far_bytes is not None) and not far:
+            raise ConfigError("write_behind and far_bytes need a place in far=[...]")
+        if device_bytes is not None and (device_bytes < 1 or memory_bytes is None):
+            raise ConfigError(
+                f"device_bytes={device_bytes} must be > 0, and memory_bytes= say how much may move"
+            )
         self.folder = Path(folder)
+        self.device_bytes = device_bytes
+        self.meter = Meter()
+        self.moving: Callable[[], int] = lambda: 0  # moves between tiers that wait in an engine
         self.restore = restore
         self.sealer = Sealer(load_key(encrypt)) if encrypt is not None else None
         self.policy: Policy = policy if policy is not None else Lru()
-        self.budget: Budget | None = None
         self.failures: Counter[str] = Counter()
         self.last_failure = ""
         try:
             if role != "reader":
                 self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            places = [depot_at(one) if isinstance(one, str) else one for one in far]
             near = disk or LocalDepot(self.folder / "chunks", create=role != "reader")
         except OSError as error:
             raise StoreError(f"cannot use {self.folder} as a store: {error}") from error
         self.catalog = Catalog(self.folder, role, full_sync=full_sync, force=force)
         try:
             self.vault = Vault(
-                self.catalog, [near, *far], format=format, lossy=lossy, sealer=self.sealer
+                self.catalog, [near, *places], format=format, lossy=lossy, sealer=self.sealer
             )
-            if budget_bytes is not None:
-                self.budget = Budget(self.vault, near.place, budget_bytes, self.policy)
-                self.vault.make_room = self.budget.make_room
-            self.publisher = Publisher(self.vault, queue, self.failed)
+            self.budgets = {
+                place: Budget(self.vault, place, limit, self.policy)
+                for place, limit in zip(self.vault.depots, (budget_bytes, far_bytes), strict=False)
+                if limit is not None
+            }
+            self.vault.rooms.update({p: b.make_room for p, b in self.budgets.items()})
+            self.publisher = Publisher(self.vault, queue, self.failed, self.meter)
+            self.memory = HostMemory(memory_bytes, self.policy) if memory_bytes else None
             self.restorer = Restorer(self.vault)
+            may_write = role != "reader"
+            self.behind: WriteBehind | None = None
+            if write_behind and may_write:
+                self.behind = WriteBehind(self.vault, places[0].place, on_failure=self.failed)
+                self.behind.start()
+            self.scrubber: Scrubber | None = None
+            if scrub_bytes_s is not None and may_write:
+                self.scrubber = Scrubber(self.vault, scrub_bytes_s, on_failure=self.failed)
         except BaseException:
             self.catalog.close()
             raise
@@ -113,6 +150,7 @@ class Store:
         """Count a failure that nobody waits for, and write it down if that is possible."""
         kind = type(error).__name__
         self.failures[kind] += 1
+        self.meter.add("failures", error=kind)
         self.last_failure = str(error)
         self.catalog.event("failed", error=kind, message=str(error))
 
@@ -128,16 +166,50 @@ class Store:
             "restore_bytes_per_ms": self.restorer.cost.rate,
         }
 
+    def metrics(self) -> dict[str, Any]:
+        """Numbers for a dashboard; `forkserve.store.metrics.prometheus` makes text of them.
+
+        tiers: bytes, limit and parts of each place.  queued: what waits.  process: sums since this
+        store was opened.  totals: since it was made.  Raises CatalogFault.
+        """
+        tiers: dict[str, dict[str, float | None]] = {}
+        usage = self.catalog.usage()
+        for place in self.vault.depots:
+            used, parts = usage.get(place, (0, 0))
+            budget = self.budgets.get(place)
+            tiers[place] = {
+                "bytes": used,
+                "parts": parts,
+                "limit": budget.limit if budget else None,
+            }
+        if self.memory is not None:
+            memory = self.memory
+            tiers["memory"] = {"bytes": memory.used, "parts": len(memory), "limit": memory.limit}
+        waiting = self.catalog.read("SELECT place, count(*) FROM outbox GROUP BY place")
+        queued = {"publish": self.publisher.queued, "move": self.moving()}
+        queued |= {f"to_{place}": count for place, count in waiting}
+        process = [
+            {"name": name, "labels": dict(labels), "value": value}
+            for name, labels, value in self.meter.samples()
+        ]
+        totals = self.catalog.counters()
+        return {"tiers": tiers, "queued": queued, "process": process, "totals": totals}
+
     def close(self) -> None:
         """Finish what is queued, give ownership back, close files.  Idempotent."""
         if self._closed:
             return
         self._closed = True
         self.publisher.close()
+        if self.scrubber is not None:
+            self.scrubber.close()
+        if self.behind is not None:
+            self.behind.close()
         self.restorer.close()
         if self.catalog.role != "reader":
             with suppress(StoreError):
                 self.restorer.cost.save()
+                self.restorer.memory_cost.save()
         self.catalog.close()
         for depot in self.vault.depots.values():
             depot.close()

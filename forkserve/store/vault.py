@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from forkserve.errors import StoreError
@@ -32,7 +32,7 @@ __all__ = ["Loaded", "Stored", "Vault"]
 
 _log = logging.getLogger(__name__)
 _TRIES = 3
-_STAGED = 64 << 20  # bytes held in memory before they are made durable
+_STAGED = 32 << 20  # bytes held in memory before they are made durable
 
 
 @dataclass(slots=True)
@@ -47,10 +47,12 @@ class Stored:
 
 @dataclass(slots=True)
 class Loaded:
-    """A verified chunk.  payload: decoded rows; valid while this object lives."""
+    """A verified chunk.  payload: decoded rows; valid while this object lives.  place: it came
+    from there."""
 
     found: Found
     payload: Buffer
+    place: str = ""
     blob: Blob | None = field(default=None, repr=False)
 
 
@@ -76,7 +78,8 @@ class Vault:
         self.format = format
         self.lossy = lossy
         self.sealer = sealer
-        self.make_room: Callable[[int], object] | None = None  # asked before every write
+        self.rooms: dict[str, Callable[[int], object]] = {}  # by place, asked before a write
+        self.stored: Callable[[], None] = lambda: None  # told when chunks were catalogued
         self.verified_bytes = 0  # hashed at first open in this process
         self._first = depots[0]
         self._sound: dict[tuple[str, str], tuple[int, ...]] = {}  # (place, content) -> stamp
@@ -108,11 +111,13 @@ class Vault:
         made: Fingerprint,
         links: Sequence[Link],
         payload: Callable[[Link], Buffer],
+        stored: Callable[[], None] = lambda: None,
     ) -> Stored:
         """Make chunks durable and catalogue them, root first.
 
-        payload: the rows of a link, asked for one at a time.  Raises OSError when a depot fails and
-        CatalogFault when the catalog does; what was finished before stays.
+        payload: the rows of a link, asked for one at a time.  stored: called when all that was
+        asked for so far is durable, and its buffers are free.  Raises OSError when a depot fails
+        and CatalogFault when the catalog does; what was finished before stays.
         """
         report = Stored(known=len(links))
         staged: list[tuple[Header, tuple[Buffer, ...]]] = []
@@ -125,6 +130,7 @@ class Vault:
             if size >= _STAGED:
                 self._store(staged, report)
                 staged, size = [], 0
+                stored()
         self._store(staged, report)
         return report
 
@@ -171,8 +177,9 @@ class Vault:
         if not staged:
             return
         depot = self._first
-        if self.make_room is not None:
-            self.make_room(sum(_blocks(header.file_bytes) for header, _ in staged))
+        room = self.rooms.get(depot.place)
+        if room is not None:
+            room(sum(_blocks(header.file_bytes) for header, _ in staged))
         for attempt in range(_TRIES):
             stats = depot.put([(header.content, parts) for header, parts in staged])
             faults.reach("publish.stored")
@@ -188,27 +195,39 @@ class Vault:
         faults.reach("publish.catalogued")
         if lost:
             self._first.delete(lost)
+        self.stored()
         if report is not None:
             report.written += len(staged) - len(lost)
             report.diverged += len(lost)
             report.bytes += sum(header.file_bytes for header, _ in staged)
 
-    def copy(self, contents: Iterable[tuple[str, str]], source: str, target: str) -> int:
-        """Copy (content, chain) parts from one place to another, verified; returns how many.
+    def copy_one(self, content: str, source: str, target: str) -> int:
+        """Copy a part from one place to another, verified, and note its receipt; returns its bytes.
 
-        Raises OSError.
+        Raises ChunkFault when the source is damaged (it is quarantined then), OSError, StoreError
+        (the target's budget), CatalogFault.
         """
-        depot, done = self.depots[target], 0
-        for content, _ in contents:
-            blob = self.depots[source].open(content)
+        origin, depot = self.depots[source], self.depots[target]
+        blob = origin.open(content)
+        try:
             try:
                 header = self._verify(blob, source, content)
-                (stat,) = depot.put([(content, [blob.data])])
-                self.catalog.record(target, [(header, stat.used)])
-                done += 1
-            finally:
-                blob.close()
-        return done
+            except ChunkFault as fault:
+                self._refuse(origin, content, fault)
+                raise
+            size, room = len(blob.data), self.rooms.get(target)
+            if room is not None:
+                room(_blocks(size))
+            stands = self.catalog.intend(content, target)  # gc takes no object that is written
+            (stat,) = depot.put([(content, [blob.data])])
+            faults.reach("copy.stored")
+            lost = self.catalog.record(target, [(header, stat.used)], stands)
+            if lost:  # meanwhile other bytes were stored for this chunk
+                depot.delete(lost)
+            faults.reach("copy.noted")
+        finally:
+            blob.close()
+        return size
 
     # ---------------------------------------------------------------- reading
 
@@ -260,7 +279,7 @@ class Vault:
         except BaseException:
             blob.close()
             raise
-        return Loaded(found, payload, blob)
+        return Loaded(found, payload, depot.place, blob)
 
     def _verify(self, blob: Blob, place: str, content: str) -> Header:
         """Header of an open chunk; every byte is hashed unless this very file was before."""

@@ -13,7 +13,8 @@ from forkserve.engine import MockBackend
 from forkserve.store import Store, owner
 from forkserve.types import GREEDY, SamplingParams
 
-PROMPT = [random.Random(7).randrange(256) for _ in range(700)]  # two whole chunks and a rest
+_random = random.Random(7)
+PROMPT = [_random.randrange(256) for _ in range(700)]  # two whole chunks and a rest
 
 
 def engine(folder: Path | Store | None, **config: Any) -> Engine:

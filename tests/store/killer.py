@@ -12,23 +12,51 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from forkserve import Engine, ForkServeConfig
 from forkserve.engine import MockBackend
+from forkserve.errors import StoreError
 from forkserve.store import Store, faults
 from forkserve.store.bundle import export_names, import_bundle
 from forkserve.store.collect import collect
+from forkserve.store.depots import LocalDepot
+from forkserve.store.policies import KeepSession
 from forkserve.store.rebuild import verify
+from forkserve.store.scrub import scrub
 
 from .engines import PROMPT, cold
+from .rig import PRINT, chain, rows
+from .test_migrate import old_store
 
 CONFIG = ForkServeConfig(page_size=16, capacity_pages=512)
 
 
+def open_store(folder: Path, **options: Any) -> Store:
+    """A budget that is reached, a further place, and a tier in memory."""
+    far = LocalDepot(folder.with_name(folder.name + "-far"), place="object")
+    return Store(
+        folder,
+        policy=KeepSession(),
+        budget_bytes=400_000,
+        far=[far],
+        write_behind=True,
+        memory_bytes=100_000,
+        device_bytes=60_000,
+        **options,
+    )
+
+
 def open_engine(folder: Path) -> Engine:
-    return Engine(MockBackend(CONFIG), store=folder)
+    return Engine(MockBackend(CONFIG), store=open_store(folder))
+
+
+def shut(eng: Engine) -> None:
+    assert eng.store is not None
+    eng.shutdown()
+    eng.store.close()
 
 
 def session(eng: Engine) -> None:
@@ -60,30 +88,50 @@ def work(folder: Path, acks: int, seed: int, bundle: Path) -> None:
             eng.generate("a", 3)
             acknowledge()
         name = f"n{seed}-{turn}"
-        eng.publish("a", name=name, wait=turn % 2 == 0)
+        with suppress(StoreError):  # the budget may be full of what has no receipt yet
+            eng.publish("a", name=name, wait=turn % 2 == 0)
         if turn % 3 == 2:
             with store.catalog.write() as db:  # some states lose their name: garbage to collect
                 db.execute("DELETE FROM name WHERE name LIKE ?", (f"n{rng.randrange(99)}%",))
             other = eng.open([rng.randrange(99) for _ in range(300)])
-            eng.publish(other.id)
+            with suppress(StoreError):
+                eng.publish(other.id)
             eng.close(other.id)
         if turn % 3 == 1:
-            import_bundle(store.vault, bundle)
+            with suppress(StoreError):
+                import_bundle(store.vault, bundle)
             with store.catalog.write() as db:
                 db.execute("DELETE FROM name WHERE name = 'travels'")
+        eng.observe("a", "tool", ms=1.0, output=[turn, 1, 2], schema_stable=True)
         if turn % 2:
             collect(store.vault, grace_s=-5)
-    eng.shutdown()
+        if turn == 3:
+            scrub(store.vault)
+        if turn == 5:
+            for budget in store.budgets.values():
+                with suppress(StoreError):
+                    budget.make_room(150_000)
+            fill(store, seed)
+        eng.settle_tiers()
+    shut(eng)
+
+
+def fill(store: Store, seed: int) -> None:
+    """More chunks than the budget allows, of no session: some have to go."""
+    for n in range(80):
+        with suppress(StoreError):
+            store.vault.put(PRINT, chain([seed % 1000, n, *range(10)]), rows)
 
 
 def check(folder: Path, acked: list[int], writing: bool) -> None:
     """After a kill: database and files agree, no acknowledged token is lost, work goes on."""
-    with Store(folder, "shared") as store:
+    with open_store(folder, role="shared") as store:
         report = verify(store.vault)
         assert report.clean, report
         names = store.catalog.read("SELECT name FROM name")
     eng = open_engine(folder)
     assert eng.store is not None
+    assert eng.store.behind is not None
     if acked or "a" in eng.stored_sessions():
         eng.resume("a")
         text = eng.tokens("a")
@@ -91,14 +139,20 @@ def check(folder: Path, acked: list[int], writing: bool) -> None:
         eng.check()
         assert eng.generate("a", 2) == cold(text, 2)
         if writing:
+            eng.store.behind.drain(20)
             assert eng.publish("a").tokens == len(eng.tokens("a")) // 256 * 256
     if names and writing:
         eng.tokens(eng.restore(str(names[0][0])).id)
+    eng.store.behind.drain(20)  # what was on its way when the process was killed arrives
+    eng.store.behind.close()
     collect(eng.store.vault, grace_s=-5)
-    assert verify(eng.store.vault).clean
-    assert verify(eng.store.vault).orphans == 0
+    report = verify(eng.store.vault)
+    assert report.clean, report
+    assert report.orphans == 0
     assert not list(folder.rglob(".tmp*"))
-    eng.shutdown()
+    assert eng.store.budgets["disk"].used() <= 400_000
+    assert eng.store.catalog.read("SELECT count(*) FROM lease") == [(0,)]
+    shut(eng)
 
 
 def fork(job: Any, *args: Any) -> int:
@@ -158,11 +212,16 @@ def make_bundle(folder: Path) -> Path:
         eng.publish(h.id, name="travels")
         assert eng.store is not None
         export_names(eng.store.vault, folder / "bundle")
-        eng.shutdown()
+        shut(eng)
 
     _, status = os.waitpid(fork(job), 0)
     assert status == 0
     return folder / "bundle"
+
+
+def remove(home: Path) -> None:
+    for folder in (home, home.with_name(home.name + "-far")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
@@ -173,15 +232,19 @@ def main() -> None:
         for point in faults.POINTS:
             for nth in range(1, rounds + 1):
                 home = folder / f"{point}-{nth}"
+                if point.startswith("migrate"):
+                    old_store(home)
                 if round_(home, nth, bundle, point, nth, 0):
                     killed[point] = killed.get(point, 0) + 1
-                shutil.rmtree(home)
+                remove(home)
     else:
         rng = random.Random(1)
         home = folder / "store"
         for number in range(rounds):
             if number % 25 == 0:
-                shutil.rmtree(home, ignore_errors=True)
+                remove(home)
+                if number % 50 == 0:
+                    old_store(home)  # migrated by whoever opens it first
             if round_(home, number, bundle, "", 0, rng.random() ** 2 * 0.5):
                 killed["random"] = killed.get("random", 0) + 1
     print(json.dumps(killed))

@@ -36,7 +36,7 @@ def test_the_limit_holds_on_the_disk_across_restarts(tmp_path: Path) -> None:
     for restart in range(3):
         v = vault(tmp_path)
         budget = Budget(v, "disk", LIMIT, Lru())
-        v.make_room = budget.make_room
+        v.rooms["disk"] = budget.make_room
         if restart == 1:  # leftovers of a crash count as well
             v._first.put([("f" * 64, [bytes(20_000)])])
         for n in range(30):
@@ -71,7 +71,7 @@ def test_the_ends_of_the_least_valuable_chains_go_first(tmp_path: Path) -> None:
 
 def test_a_budget_full_of_names_refuses_instead_of_growing(tmp_path: Path) -> None:
     v = vault(tmp_path)
-    v.make_room = Budget(v, "disk", 5 * FILE * 2, Lru()).make_room
+    v.rooms["disk"] = Budget(v, "disk", 5 * FILE * 2, Lru()).make_room
     links = chain(text(1, 20))
     v.put(PRINT, links, rows)
     with v.catalog.write() as db:
@@ -89,7 +89,7 @@ def test_a_budget_full_of_names_refuses_instead_of_growing(tmp_path: Path) -> No
 def test_what_leaves_the_disk_moves_to_the_next_place(tmp_path: Path) -> None:
     far = MemoryDepot(place="object")
     v = vault(tmp_path, depots=[LocalDepot(tmp_path / "chunks"), far])
-    v.make_room = Budget(v, "disk", 40_000, Lru()).make_room
+    v.rooms["disk"] = Budget(v, "disk", 40_000, Lru()).make_room
     chains = [chain(text(n)) for n in range(8)]
     for links in chains:
         v.put(PRINT, links, rows)
@@ -211,8 +211,8 @@ def test_the_users_own_policy_decides(tmp_path: Path) -> None:
         eng = engine(store)
         eng.open(PROMPT)
         assert settled(eng) == 0
-        assert store.budget is not None
-        assert store.budget.recompute_ms(100, 0) == eng.backend.predict_ms(100, 0)
+        assert "disk" in store.budgets
+        assert store.budgets["disk"].recompute_ms(100, 0) == eng.backend.predict_ms(100, 0)
         eng.shutdown()
 
 

@@ -82,7 +82,7 @@ def test_older_versions_are_migrated_step_by_step(
         db.execute("ALTER TABLE chunk ADD COLUMN note TEXT")
 
     monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS, step])
-    monkeypatch.setattr(schema, "VERSION", 2)
+    monkeypatch.setattr(schema, "VERSION", schema.VERSION + 1)
     with pytest.raises(StoreError, match="open it once for writing"):
         Catalog(tmp_path, "reader")
     for _ in range(2):

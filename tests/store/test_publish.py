@@ -286,6 +286,25 @@ def test_captures_that_wait_give_their_pages_back_when_tokens_need_them(tmp_path
     eng.shutdown()
 
 
+def test_a_restore_takes_the_pages_of_captures_that_only_wait(tmp_path: Path) -> None:
+    published(tmp_path)
+    with Store(tmp_path, restore="always") as store:
+        eng = engine(store, page_size=16, capacity_pages=60, prefix_index=False)
+        eng.open(PROMPT[::-1], session="b", salt="b")
+        real, store.publisher._start = store.publisher._start, lambda: None
+        waiting = eng.publish("b", wait=False)
+        assert waiting.accepted
+        eng.close("b")  # 32 of 60 pages are held by the capture alone
+        assert eng.resume("a").cached_tokens == WHOLE
+        store.publisher._start = real
+        store.publisher._start()
+        with pytest.raises(StoreError, match="needed for tokens"):
+            waiting.wait(10)
+        assert eng.generate("a", 3) == cold(PROMPT, 3)
+        eng.check()
+        eng.shutdown()
+
+
 def test_the_faster_way_is_taken_and_written_down(tmp_path: Path) -> None:
     published(tmp_path)
     eng = engine(tmp_path)

@@ -363,6 +363,7 @@ def test_no_prompt_is_readable_in_an_encrypted_store(
         eng.commit("a", h.tip, secret)
         eng.generate("a", 3)
         text = eng.tokens("a")
+        eng.observe("a", "tool", output=secret, schema_stable=True)
         eng.shutdown()
     needles = [bytes(range(0))]
     needles = [secret.encode()[:24], b"salt of the earth"]
@@ -374,6 +375,7 @@ def test_no_prompt_is_readable_in_an_encrypted_store(
         eng = engine(store)
         assert eng.resume("a").cached_tokens >= 1024
         assert eng.tokens("a") == text
+        assert eng._core.experience["a"].output("tool")[0]
         assert len(eng.tokens(eng.restore("secret-state").id)) == len(secret)
         eng.shutdown()
     monkeypatch.setenv("K", "22" * 32)
@@ -417,6 +419,32 @@ def test_meters_times_commits_and_decisions_are_rows_to_join(tmp_path: Path) -> 
     eng = engine(tmp_path)
     eng.resume("a")
     assert eng._core.meter.charged("acme") == meters["charged"]
+    eng.shutdown()
+
+
+def test_what_was_learned_of_tools_comes_back(tmp_path: Path) -> None:
+    eng = engine(tmp_path)
+    h = eng.open(PROMPT, session="a")
+    for turn in range(40):
+        eng.observe("a", "json", ms=10.0 + turn, output=[1, 2, 3, 4, turn % 2], schema_stable=True)
+    eng.observe("a", "free", output=[9, 9], schema_stable=True)
+    eng.observe("a", "free", output=[9, 8])  # free-form after all: forgotten
+    eng.commit("a", h.tip, [5])
+    learned = eng._core.experience["a"]
+    guess, pause = learned.output("json"), learned.pause_ms("json")
+    assert guess[0][:4] == (1, 2, 3, 4)
+    crash(eng)
+    eng = engine(tmp_path)
+    eng.resume("a")
+    learned = eng._core.experience["a"]
+    assert learned.output("json") == guess
+    assert learned.pause_ms("json") == pause
+    assert learned.output("free") == ((), 0.0)
+    assert eng.store is not None
+    kept = eng.store.catalog.read("SELECT tool, count(*) FROM tool_output GROUP BY tool")
+    assert kept == [("json", 32)], "as many as the predictor looks at"
+    child = eng.fork("a", eng.tip("a"), "json")
+    assert eng.speculate("a", child, tool="json").tokens >= 4
     eng.shutdown()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from forkserve import ForkServeConfig
 from forkserve.engine import MockBackend, Portable
+from forkserve.engine.protocol import Refilling
 from forkserve.store.identity import fingerprint, weights_id
 from forkserve.types import Batch, SampleSpec, SamplingParams, Span, Work
 
@@ -47,6 +48,10 @@ def check(backend: Any) -> None:
     backend.write_rows(first, run, 0)
     backend.write_rows(second, memoryview(run), 11)
     assert backend.read_rows([first, second]) == run
+    assert isinstance(backend, Refilling)
+    used = bytearray(b"\xff" * len(run))
+    backend.read_rows_into([first, second], used)
+    assert used == run, "nothing is left of what was in the buffer before"
     got = backend.execute(Batch([work([7], None, (first, second))])).results[0].logits
     assert (got == wanted).all()
 

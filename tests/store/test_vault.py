@@ -215,12 +215,12 @@ def test_parts_are_copied_down_and_served_from_where_they_are(tmp_path: Path) ->
     v = vault(tmp_path, depots=[disk, far])
     v.put(PRINT, LINKS, rows)
     found = v.catalog.lookup(PRINT, LINKS)
-    parts = [(f.content, f.link.id.hex()) for f in found]
-    assert v.copy(parts, "disk", "object") == 10
-    v.catalog.forget("disk", [content for content, _ in parts[3:]])
-    disk.delete([content for content, _ in parts[3:]])
+    parts = [f.content for f in found]
+    assert all(v.copy_one(part, "disk", "object") for part in parts)
+    v.catalog.forget("disk", parts[3:])
+    disk.delete(parts[3:])
     assert good(v, LINKS) == 10
-    far.delete([parts[5][0]])
+    far.delete([parts[5]])
     assert good(v, LINKS) == 5
     flip(path_of(v, LINKS[1]))
     assert good(v, LINKS) == 5, "the far copy is as good"

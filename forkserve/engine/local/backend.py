@@ -129,6 +129,10 @@ class LocalBackend:
         """Rows of consecutive spans as bytes; see `Portable`."""
         return self._kv.read(spans)
 
+    def read_rows_into(self, spans: Sequence[Span], out: bytearray) -> None:
+        """The same into a buffer that is there already; see `Refilling`."""
+        self._kv.read_into(spans, out)
+
     def write_rows(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """Rows of a stored run into the slots of a span; see `Portable`."""
         self._kv.write(span, rows, at)

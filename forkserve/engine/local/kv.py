@@ -75,16 +75,20 @@ class PagedKV:
 
     def read(self, spans: Sequence[Span]) -> bytearray:
         """Rows of consecutive spans as bytes, [layers, 2*Hk, n, D]."""
+        out = bytearray(self.bytes_per_token * sum(span.length for span in spans))
+        self.read_into(spans, out)
+        return out
+
+    def read_into(self, spans: Sequence[Span], out: bytearray) -> None:
+        """The same into a buffer of that many bytes."""
         layers, heads, _, dim = self._shape
         count = sum(span.length for span in spans)
-        out = bytearray(self.bytes_per_token * count)
         run = np.frombuffer(out, self._word).reshape(layers, heads, count, dim)
         done = 0
         for span in spans:
             for row, rows in runs_of(span, self.page_size):
                 run[:, :, done : done + rows] = self._words[:, :, row : row + rows]
                 done += rows
-        return out
 
     def write(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """Write the rows from `at` on of a run that `read` gave to the slots of a span."""

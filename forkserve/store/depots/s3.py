@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ from forkserve.store.depots.protocol import Stat
 __all__ = ["S3Depot"]
 
 _SUFFIX = ".kv"
+_MANY = 1000  # objects that one request may delete
 
 
 class S3Depot:
@@ -92,12 +94,15 @@ class S3Depot:
             return None
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects."""
-        for key in keys:
+        """Delete objects, many in one request."""
+        for begin in range(0, len(keys), _MANY):
+            paths = [self._path(key) for key in keys[begin : begin + _MANY]]
             try:
-                self._call("delete", [self._path(key)])
-            except FileNotFoundError:
-                continue
+                self._call("delete", paths)
+            except FileNotFoundError:  # an object store need not say so; what is left goes singly
+                for path in paths:
+                    with suppress(FileNotFoundError):
+                        self._call("delete", [path])
 
     def quarantine(self, key: str, reason: str) -> None:
         """Move an object below ``quarantine/``."""

@@ -1,0 +1,86 @@
+"""What the commands of `forkserve store` share: options, output, errors in one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from forkserve.errors import ForkServeError
+
+__all__ = ["Group", "Progress", "Where", "argument", "pass_where"]
+
+Progress = Callable[[int, int], None]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Refusal(click.ClickException):
+    exit_code = 2
+
+
+class Group(click.Group):
+    """Errors of ours, and of the operating system, in one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ForkServeError, OSError) as error:
+            raise _Refusal(" ".join(str(error).split())) from error
+
+
+class _Argument(click.Argument):
+    """An argument that says what it is, also where click's own takes no help."""
+
+    def __init__(self, *names: Any, help: str, **options: Any) -> None:
+        super().__init__(*names, **options)
+        self.help = help
+
+
+def argument(name: str, help: str, **options: Any) -> Callable[[F], F]:
+    """`click.argument` with a help text."""
+    return click.argument(name, cls=_Argument, help=help, **options)
+
+
+class Where:
+    """Options that all commands share."""
+
+    def __init__(
+        self, folder: Path, key: str | None, as_json: bool, far: str | None = None
+    ) -> None:
+        self.folder = folder
+        self.key = key
+        self.far = far
+        self.as_json = as_json
+
+    @contextmanager
+    def open(self, *, write: bool = False) -> Iterator[Any]:
+        from forkserve.store.admin import open_store
+
+        with open_store(self.folder, write=write, key=self.key, far=self.far) as store:
+            yield store
+
+    def say(self, value: Any, text: str) -> None:
+        """One JSON object, or lines for people."""
+        click.echo(json.dumps(value, indent=2, default=str) if self.as_json else text)
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Progress]:
+        """A bar on standard error for work that takes long, where somebody is looking."""
+        if self.as_json or not sys.stderr.isatty():
+            yield lambda done, total: None
+            return
+        with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.length = max(total, 1)
+                bar.update(done - bar.pos)
+
+            yield show
+
+
+pass_where = click.make_pass_decorator(Where)

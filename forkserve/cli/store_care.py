@@ -1,0 +1,137 @@
+"""Commands that keep a store well: scrub, stats, doctor, migrate, push."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from forkserve.cli.store_base import Where, pass_where
+from forkserve.cli.store_text import size, table
+from forkserve.errors import StoreError
+
+__all__ = ["COMMANDS"]
+
+
+@click.command("scrub")
+@click.option("--bytes", "most", type=click.IntRange(1), help="Most to hash.  [default: all]")
+@click.option("--rate", type=click.FloatRange(min=1), help="Bytes a second.  [default: no limit]")
+@click.pass_context
+def _scrub(ctx: click.Context, most: int | None, rate: float | None) -> None:
+    """Hash a slice of what is stored, what was hashed longest ago first.
+
+    Damaged chunks are set aside.  Exit code 1 if there was one.
+    """
+    from forkserve.store.scrub import scrub
+
+    at: Where = ctx.obj
+    with at.open(write=True) as store, at.progress("scrub") as show:
+        report = scrub(store.vault, most_bytes=most, rate=rate, progress=show)
+    found = {
+        "checked": report.checked,
+        "bytes": report.bytes,
+        "damaged": [{"place": p, "content": c, "why": w} for p, c, w in report.faults],
+        "missing": report.dangling,
+        "problems": report.problems,
+    }
+    lines = [f"{report.checked} chunks, {size(report.bytes)}: " + ("sound" * report.clean)]
+    lines += [f"damaged: {c[:16]} in {p} ({w})" for p, c, w in report.faults]
+    lines += [f"{report.dangling} files were missing"] * bool(report.dangling)
+    at.say(found, "\n".join([*lines, *report.problems]))
+    if not report.clean:
+        ctx.exit(1)
+
+
+@click.command("stats")
+@click.option("--prometheus", is_flag=True, help="In the text format of Prometheus.")
+@pass_where
+def _stats(at: Where, prometheus: bool) -> None:
+    """Show what lies where, what waits, and totals since the store was made."""
+    from forkserve.store import metrics
+
+    with at.open() as store:
+        found = store.metrics()
+    if prometheus:
+        click.echo(metrics.prometheus(found), nl=False)
+        return
+    tiers = [{"tier": tier, **row} for tier, row in found["tiers"].items()]
+    parts = [table(tiers, {"tier": str, "bytes": size, "parts": str}, "no tier")]
+    waiting = [
+        f"{count} chunks wait for {queue[3:]}"
+        for queue, count in found["queued"].items()
+        if queue.startswith("to_")
+    ]
+    totals = [{"total": name, "value": value} for name, value in found["totals"].items()]
+    parts += waiting
+    parts.append(table(totals, {"total": str, "value": lambda v: f"{v:g}"}, "nothing has happened"))
+    at.say(found, "\n\n".join(parts))
+
+
+@click.command("doctor")
+@click.pass_context
+def _doctor(ctx: click.Context) -> None:
+    """Cross-check database and files without reading the chunks; say what is wrong.
+
+    Exit code 1 if something is.  `verify` also hashes every byte.
+    """
+    from forkserve.store.checkup import checkup
+
+    at: Where = ctx.obj
+    with at.open() as store:
+        found = checkup(store)
+    rows: list[dict[str, Any]] = [
+        {"check": c.name, "": "ok" if c.ok else "WRONG", "found": c.found} for c in found
+    ]
+    ok = all(check.ok for check in found)
+    at.say(
+        {"ok": ok, "checks": [{"name": c.name, "ok": c.ok, "found": c.found} for c in found]},
+        table(rows, {"check": str, "": str, "found": str}, ""),
+    )
+    if not ok:
+        ctx.exit(1)
+
+
+@click.command("migrate")
+@pass_where
+def _migrate(at: Where) -> None:
+    """Bring the database to the version of this ForkServe; does nothing when it is there.
+
+    Opening a store for writing does the same.  A newer database is refused.
+    """
+    from forkserve.store.schema import VERSION, version_of
+
+    before = version_of(at.folder)
+    with at.open(write=True):
+        pass
+    done = "is at" if before == VERSION else f"went from version {before} to"
+    at.say({"from": before, "to": VERSION}, f"the database {done} version {VERSION}")
+
+
+@click.command("push")
+@click.option("--wait", default=600.0, show_default=True, help="s to wait for all receipts.")
+@click.pass_context
+def _push(ctx: click.Context, wait: float) -> None:
+    """Bring every chunk that the further place (--far) lacks there.
+
+    Exit code 1 if some are left.
+    """
+    from forkserve.store import Store
+
+    at: Where = ctx.obj
+    if at.far is None:
+        raise StoreError("say where to: forkserve store --far URL push")
+    with at.open():
+        pass  # it must be a store
+    with Store(at.folder, "shared", encrypt=at.key, far=[at.far], write_behind=True) as store:
+        assert store.behind is not None
+        while store.behind.catch_up() and store.behind.drain(wait):
+            pass
+        left, sent = store.behind.waiting(), store.behind.sent
+    found = {"sent": sent.chunks, "bytes": sent.bytes, "left": left, "error": sent.last_error}
+    why = f": {sent.last_error}" if left and sent.last_error else ""
+    at.say(found, f"{sent.chunks} chunks, {size(sent.bytes)} are there; {left} are left{why}")
+    if left:
+        ctx.exit(1)
+
+
+COMMANDS = (_scrub, _stats, _doctor, _migrate, _push)

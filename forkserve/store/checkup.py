@@ -1,0 +1,89 @@
+"""Is a store well?  Rows against files, the database against itself, who holds what.
+
+Reads no payload and changes nothing, so that a reader may ask as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forkserve.store import owner
+from forkserve.store.lease import TTL_S
+from forkserve.store.rebuild import integrity
+from forkserve.store.schema import VERSION
+
+if TYPE_CHECKING:
+    from forkserve.store.store import Store
+
+__all__ = ["Check", "checkup"]
+
+_LATE_S = 3600.0  # s after which a chunk should have reached the further place
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One answer: ok is False when somebody should look at it."""
+
+    name: str
+    ok: bool
+    found: str
+
+
+def checkup(store: Store) -> list[Check]:
+    """All checks.  Raises CatalogFault, OSError."""
+    read, now = store.catalog.read, store.catalog.now()
+    problems = integrity(store.vault)
+    out = [
+        Check("schema", True, f"version {VERSION}"),
+        Check("database", not problems, "; ".join(problems) or "consistent"),
+    ]
+    for place, depot in store.vault.depots.items():
+        rows = dict(
+            read(
+                "SELECT r.content, p.bytes FROM replica AS r JOIN part AS p USING (content)"
+                " WHERE r.place = ?",
+                (place,),
+            )
+        )
+        there = {stat.key: stat.bytes for stat in depot.entries()}
+        missing = rows.keys() - there.keys()
+        wrong = sum(there[key] != rows[key] for key in rows.keys() & there.keys())
+        orphans = len(there.keys() - rows.keys())
+        found = f"{len(rows)} chunks, {len(missing)} missing, {wrong} of a wrong length"
+        found += f", {orphans} files that nothing names (gc takes them)" * bool(orphans)
+        out.append(Check(f"files in {place}", not missing and not wrong, found))
+    unread = {row[0] for row in read("SELECT DISTINCT place FROM replica")} - {*store.vault.depots}
+    if unread:
+        out.append(Check("other places", True, f"not looked at: {', '.join(sorted(unread))}"))
+    out.append(_owner(store))
+    leases = read("SELECT holder, at, ttl FROM lease")
+    stale = sum(owner.is_dead(holder) or at + ttl < now for holder, at, ttl in leases)
+    out.append(Check("leases", True, f"{len(leases)}, {stale} of them over (gc takes them)"))
+    ahead = read("SELECT count(*) FROM lease WHERE at > ?", (now + TTL_S,))[0][0]
+    ahead += read("SELECT count(*) FROM session WHERE updated_at > ?", (now + TTL_S,))[0][0]
+    out.append(Check("clock", not ahead, f"{ahead} rows from the future" if ahead else "in order"))
+    late, tries = read(
+        "SELECT count(*), coalesce(max(tries), 0) FROM outbox WHERE created_at < ?",
+        (now - _LATE_S,),
+    )[0]
+    found = f"{late} chunks wait for more than an hour (up to {tries} tries)" if late else "in time"
+    out.append(Check("write-behind", not late, found))
+    aside = store.folder / "quarantine"
+    bad = len(list(aside.iterdir())) if aside.is_dir() else 0
+    out.append(Check("quarantine", True, f"{bad} files; delete them when nobody needs them"))
+    return out
+
+
+def _owner(store: Store) -> Check:
+    rows = store.catalog.read("SELECT pid, boot, started, released, epoch FROM owner")
+    if not rows or rows[0][3]:
+        return Check("owner", True, "nobody")
+    pid, boot, started, _, epoch = rows[0]
+    state = owner.state(pid, boot, started)
+    found = {
+        "alive": f"process {pid}, epoch {epoch}",
+        "dead": f"process {pid} has died; the next one takes over by itself",
+        "unknown": f"process {pid} of another container or machine; force=True if it has ended",
+    }[state]
+    return Check("owner", True, found)

@@ -1,0 +1,59 @@
+"""Steps from one version of the schema to the next.  A released one is never edited."""
+
+from __future__ import annotations
+
+__all__ = ["V2"]
+
+V2 = """
+-- When the bytes of a replica were last hashed; the scrub takes the oldest first.
+ALTER TABLE replica ADD COLUMN verified_at REAL;
+CREATE INDEX replica_scrub ON replica (place, verified_at);
+
+-- Chunks that a further place is still to get.  A row goes with the receipt: the replica.
+CREATE TABLE outbox (
+  content TEXT NOT NULL REFERENCES part (content) ON DELETE CASCADE,
+  place TEXT NOT NULL,
+  tries INTEGER NOT NULL DEFAULT 0,
+  due_at REAL NOT NULL,
+  taken_by TEXT,
+  taken_until REAL,
+  error TEXT NOT NULL DEFAULT '',
+  created_at REAL NOT NULL,
+  PRIMARY KEY (content, place)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX outbox_due ON outbox (place, due_at);
+CREATE TRIGGER outbox_done AFTER INSERT ON replica BEGIN
+  DELETE FROM outbox WHERE content = new.content AND place = new.place;
+END;
+
+-- Chains that somebody reads now: nothing above their end may go.
+CREATE TABLE lease (
+  chain TEXT NOT NULL,
+  token TEXT NOT NULL,
+  holder TEXT NOT NULL,
+  at REAL NOT NULL,
+  ttl REAL NOT NULL CHECK (ttl > 0),
+  PRIMARY KEY (chain, token)
+) STRICT, WITHOUT ROWID;
+
+-- What tools with a stable output returned, for guesses after a resume; sealed like `run`.
+CREATE TABLE tool_output (
+  id INTEGER PRIMARY KEY,
+  session TEXT NOT NULL REFERENCES session (id) ON DELETE CASCADE,
+  tool TEXT NOT NULL,
+  ids BLOB NOT NULL,
+  at REAL NOT NULL
+) STRICT;
+CREATE INDEX tool_output_session ON tool_output (session, tool);
+
+-- Totals since the store was made; events are kept for a while only.
+CREATE TABLE counter (
+  name TEXT PRIMARY KEY,
+  value REAL NOT NULL
+) STRICT, WITHOUT ROWID;
+INSERT INTO counter SELECT 'event_' || kind, count(*) FROM event GROUP BY kind;
+CREATE TRIGGER event_counted AFTER INSERT ON event BEGIN
+  INSERT INTO counter VALUES ('event_' || new.kind, 1)
+    ON CONFLICT (name) DO UPDATE SET value = value + 1;
+END;
+"""
