@@ -6,9 +6,9 @@ No framework is loaded here: `provider` puts it behind litellm, `watching` feeds
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, aclosing, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,20 +96,22 @@ class Bridge:
         raises.
         """
         answer: Answer | None = None
-        for item in self.stream(request):
-            answer = item if isinstance(item, Answer) else answer
+        with closing(self.stream(request)) as items:
+            for item in items:
+                answer = item if isinstance(item, Answer) else answer
         assert answer is not None, "a stream ends with its answer"
         return answer
 
     async def acomplete(self, request: ChatRequest) -> Answer:
         """`complete` for a coroutine; cancelling it ends the generation."""
         answer: Answer | None = None
-        async for item in self.astream(request):
-            answer = item if isinstance(item, Answer) else answer
+        async with aclosing(self.astream(request)) as items:
+            async for item in items:
+                answer = item if isinstance(item, Answer) else answer
         assert answer is not None, "a stream ends with its answer"
         return answer
 
-    def stream(self, request: ChatRequest) -> Iterator[Delta | Answer]:
+    def stream(self, request: ChatRequest) -> Generator[Delta | Answer, None, None]:
         """Pieces of the reply, then all of it.  Closing the iterator ends the generation."""
         with self._call(request) as call:
             limit, params = call.limits(self.max_tokens)
@@ -122,7 +124,7 @@ class Bridge:
                 answer = self._answered(call, call.answer(pieces.reply), pieces.reply.tokens)
         yield answer
 
-    async def astream(self, request: ChatRequest) -> AsyncIterator[Delta | Answer]:
+    async def astream(self, request: ChatRequest) -> AsyncGenerator[Delta | Answer, None]:
         """`stream` for a coroutine; prompts are put in place in a thread."""
         with ExitStack() as stack:
             context = self._call(request)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, closing
 from typing import Any
 
 import litellm
@@ -72,8 +73,9 @@ class _Provider(CustomLLM):
         try:
             bridge, request = _read(given)
             chunks = _Chunks(model, request.id)
-            for item in bridge.stream(request):
-                yield from chunks.of(item)
+            with closing(bridge.stream(request)) as items:
+                for item in items:
+                    yield from chunks.of(item)
         except Exception as error:
             raise _mapped(error, model) from error
 
@@ -83,9 +85,10 @@ class _Provider(CustomLLM):
         try:
             bridge, request = _read(given)
             chunks = _Chunks(model, request.id)
-            async for item in bridge.astream(request):
-                for chunk in chunks.of(item):
-                    yield chunk
+            async with aclosing(bridge.astream(request)) as items:
+                async for item in items:
+                    for chunk in chunks.of(item):
+                        yield chunk
         except Exception as error:
             raise _mapped(error, model) from error
 

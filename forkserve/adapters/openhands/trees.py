@@ -150,8 +150,8 @@ class Family:
             return True
         at = min(shared, len(prompt) - 1)
         for other in self.tips:
-            shared, on = self._shared(other, node)
-            if other is not tip and on and shared >= at:
+            stands, on = self._shared(other, node)
+            if other is not tip and on and stands >= at:
                 return False
         place = None if at == node.length else at
         try:
@@ -228,8 +228,17 @@ class Family:
     # ---------------------------------------------------------------- letting go
 
     def drop(self, tip: Tip) -> None:
-        """Forget a tip, with the nodes that no other tip stands on."""
+        """Forget a tip, with the nodes that no other tip stands on.
+
+        It stays for another time while somebody generates where a line would have to be taken back.
+        """
         self.tips.remove(tip)
+        try:
+            self._cut(tip)
+        except SessionError:
+            self.tips.insert(0, tip)
+
+    def _cut(self, tip: Tip) -> None:
         tree = self.tree
         if tree.is_dead(tip.node) or not self.tips:
             return
@@ -244,7 +253,8 @@ class Family:
         try:
             self.engine.abort(self.session.id, top.id, cascade=False)
         except NodeError:  # it carries the main line: another one takes that over
-            self.engine.promote(self.session.id, self.tips[-1].node)
+            heir = next((t for t in reversed(self.tips) if t.owner), self.tips[-1])
+            self.engine.promote(self.session.id, heir.node)
             self.engine.abort(self.session.id, top.id, cascade=False)
 
     def prune(self, owner: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forkserve.adapters.guessing import ERROR_BRANCH, Guesser
@@ -105,9 +105,10 @@ class Running:
     def speculate(self, pause_ms: float, p_error: float, error_prefix: str) -> None:
         """Prefill the next prompt up to the first result that is missing, beside it an error."""
         turn, renderers = self.turn, self.bridge.renderers
-        tools, masks = turn.request.tools, self._masks()
-        known = renderers.known(turn.decoded, self.open, tools, masks=masks)
-        begins = renderers.known(turn.decoded, self.open, tools, prefix=error_prefix, masks=masks)
+        now = replace(self, results=dict(self.results))  # more may come meanwhile
+        tools, masks = turn.request.tools, now._masks()
+        known = renderers.known(turn.decoded, now.open, tools, masks=masks)
+        begins = renderers.known(turn.decoded, now.open, tools, prefix=error_prefix, masks=masks)
         with turn.family.lock:
             if turn.stale or self.complete:
                 return

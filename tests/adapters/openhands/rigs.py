@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ class Rig:
         bridge = self.adapter.bridge
         sync, asynchronous = bridge.stream, bridge.astream
 
-        def stream(request: ChatRequest) -> Iterator[Delta | Answer]:
+        def stream(request: ChatRequest) -> Generator[Delta | Answer, None, None]:
             self.requests.append(request)
             return sync(request)
 

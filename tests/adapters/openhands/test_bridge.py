@@ -13,7 +13,7 @@ from forkserve import Engine, ForkServeConfig
 from forkserve.adapters.openhands.bridge import Bridge
 from forkserve.adapters.openhands.requests import Answer, ChatRequest
 from forkserve.engine import MockBackend
-from forkserve.errors import ConfigError, ContextOverflow
+from forkserve.errors import ConfigError, ContextOverflow, SessionError
 
 SYSTEM = {"role": "system", "content": "You keep a shop. " * 20}
 TOOL = {
@@ -137,7 +137,7 @@ def test_a_dropped_stream_ends_its_generation(bridge: Bridge, backend: MockBacke
     backend.script("so " * 500, "Again.")
     stream = bridge.stream(ChatRequest([user("x")], conversation="a"))
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert bridge.engine.stats().decode_steps < 50
     answer = bridge.complete(ChatRequest([user("x")], conversation="a"))
     assert answer.text == "Again."
@@ -209,6 +209,31 @@ def test_no_room_for_a_reply(backend: MockBackend) -> None:
         assert answer.finish_reason == "length"
 
 
+async def test_a_dropped_async_stream_gives_its_place_back(bridge: Bridge) -> None:
+    request = ChatRequest([user("x")], conversation="a", max_tokens=200)
+    stream = bridge.astream(request)
+    await anext(stream)
+    await stream.aclose()
+    assert bridge.engine.stats().decode_steps < 200
+    family = bridge.forest.of("a")
+    assert family is not None
+    assert [tip.busy for tip in family.tips] == [False]
+    assert family.users == 0
+
+
+def test_a_reply_that_is_cut_off_is_an_error(bridge: Bridge, backend: MockBackend) -> None:
+    """Half a reply is never taken for a whole one."""
+    backend.script("so " * 100)
+    stream = bridge.stream(ChatRequest([user("x")], conversation="a"))
+    next(stream)
+    family = bridge.forest.of("a")
+    assert family is not None
+    bridge.engine.close(family.session.id)
+    with pytest.raises(SessionError):
+        list(stream)
+    assert bridge.complete(ChatRequest([user("x")], conversation="a", max_tokens=2)).id
+
+
 async def test_cancelled_and_concurrent_coroutines(bridge: Bridge, backend: MockBackend) -> None:
     import asyncio
 
@@ -247,7 +272,7 @@ def test_many_threads_and_no_leak(bridge: Bridge) -> None:
                 stream = bridge.stream(request)
                 if rng.random() < 0.3:
                     next(stream)
-                    stream.close()  # type: ignore[attr-defined]
+                    stream.close()
                     continue
                 *_, answer = stream
                 assert isinstance(answer, Answer)
