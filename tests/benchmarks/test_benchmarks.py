@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 NEED_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
-NAMES = ["fork", "tick", "pages", "decorator", "fanout", "ttft", "turns", "speed"]
+NAMES = ["fork", "tick", "pages", "decorator", "variants", "fanout", "ttft", "turns", "speed"]
 KEYS = {"name", "title", "tables", "targets", "notes", "others_cpu", "wall_s", "quick"}
 KEYS |= {"command", "date", "commit", "machine", "versions"}
 
