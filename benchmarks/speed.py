@@ -23,12 +23,16 @@ from benchmarks.peers.hugging_face import HuggingFace
 from benchmarks.peers.workers import LlamaCpp, Vllm
 from forkserve import Engine, ForkServeConfig, SamplingParams
 from forkserve.engine.local.checkpoint import open_checkpoint
+from forkserve.kernels.native import library
 
 FREE = SamplingParams(ignore_eos=True)
 # Execution variants of the bundled engine: options of `LocalBackend`.
 VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
 }
+if library.available() is None:
+    VARIANTS["int8"] = {"dtype": "int8"}
 Timed = Callable[[int], float]  # a round's number -> seconds
 
 

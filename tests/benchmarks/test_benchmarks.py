@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 NEED_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 PLAIN = ["fork", "tick", "pages", "decorator", "trees", "trajectories"]
-ON_A_MODEL = ["fanout", "ttft", "turns", "speed", "store"]
+ON_A_MODEL = ["variants", "fanout", "ttft", "turns", "speed", "store"]
 KEYS = {"name", "title", "tables", "targets", "notes", "others_cpu", "wall_s", "quick"}
 KEYS |= {"command", "date", "commit", "machine", "versions"}
 

@@ -7,6 +7,7 @@ prefilled alone, in one pass, in a fresh engine, and every row of logits must be
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -197,6 +198,19 @@ def test_instruction_sets_agree(
         for logits, rows in found[1:]:
             assert np.array_equal(logits, found[0][0])
             assert rows == found[0][1]
+
+
+def test_a_forked_process_has_threads_of_its_own(checkpoint: Checkpoints) -> None:
+    backend = LocalBackend(tiny_config(), checkpoint("llama")[1], kernels="native", threads=3)
+    work = Work("s", 0, list(range(200)), 0, (), None, all_logits=True)
+    want = backend.execute(Batch([work])).results[0].logits
+    child = os.fork()
+    if child == 0:
+        got = backend.execute(Batch([work])).results[0].logits
+        os._exit(0 if np.array_equal(got, want) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert np.array_equal(backend.execute(Batch([work])).results[0].logits, want)
+    backend.close()
 
 
 @pytest.mark.model

@@ -159,6 +159,19 @@ def test_bfloat16(smollm2: LocalBackend) -> None:
     small.close()
 
 
+def test_int8_chooses_as_float32_does(smollm2: LocalBackend) -> None:
+    if smollm2.info.extra["kernels"] == "torch":
+        pytest.skip("int8 has native kernels only")
+    small = LocalBackend(ForkServeConfig(capacity_pages=64), dtype="int8")
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    work = Work("s", 0, small.tokenizer.encode(page)[:400], 0, (), None, all_logits=True)
+    want = smollm2.execute(Batch([work])).results[0].logits
+    got = small.execute(Batch([work])).results[0].logits
+    assert (got.argmax(-1) == want.argmax(-1)).mean() > 0.95  # 0.98 over 2,048 positions
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 0.03
+    small.close()
+
+
 def test_info(smollm2: LocalBackend) -> None:
     info = smollm2.info
     assert (info.vocab_size, info.max_context, info.device) == (49152, 8192, "cpu")

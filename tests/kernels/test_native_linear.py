@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from forkserve.errors import ConfigError
+from forkserve.errors import BackendError, ConfigError
 from forkserve.kernels.native import library
 from forkserve.kernels.native.linear import KINDS, PackedLinear, pack, pointer
 
@@ -117,3 +118,21 @@ def test_instruction_set_by_environment(monkeypatch: pytest.MonkeyPatch) -> None
     if "neon" not in library.supported():
         with pytest.raises(ConfigError, match="usable here"):
             library.load()
+
+
+def test_a_missing_or_stale_library_is_a_clear_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(library, "_FOLDER", tmp_path)
+    assert "were not built" in (library.available() or "")
+    isa = next(iter(library._NEEDS))
+    monkeypatch.setattr(library, "_cpu_flags", frozenset)
+    (tmp_path / f"libforkserve-{isa}.so").write_bytes(b"not a library")
+    assert f"built for: {isa}" in (library.available() or "")
+    monkeypatch.setattr(library, "_cpu_flags", lambda: library._NEEDS[isa])
+    with pytest.raises(BackendError, match="cannot load"):
+        library._open.__wrapped__(isa)
+    monkeypatch.undo()
+    monkeypatch.setattr(library, "ABI", 10**6)
+    with pytest.raises(BackendError, match="build it again"):
+        library._open.__wrapped__(library.supported()[0])
