@@ -31,6 +31,7 @@ def draw(data: Mapping[str, Any], charts: Sequence[Chart], path: Path) -> Path:
 
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "forkserve"  # the same picture is the same file
+    mpl.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
@@ -50,7 +51,7 @@ def draw(data: Mapping[str, Any], charts: Sequence[Chart], path: Path) -> Path:
             range(len(rows)), ["\n".join(str(r[c]) for c in chart.labels) for r in rows]
         )
         axis.tick_params(labelsize=7)
-        axis.set_title(chart.table, fontsize=9, loc="left")
+        axis.set_title(f"{chart.table} (log scale)", fontsize=9, loc="left")
         axis.set_yscale("log")
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(fontsize=7, frameon=False, ncols=len(columns))
