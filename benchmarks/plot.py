@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 __all__ = ["Chart", "draw"]
@@ -31,6 +32,7 @@ def draw(data: Mapping[str, Any], charts: Sequence[Chart], path: Path) -> Path:
 
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "forkserve"  # the same picture is the same file
+    mpl.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
@@ -46,11 +48,9 @@ def draw(data: Mapping[str, Any], charts: Sequence[Chart], path: Path) -> Path:
             heights = [row[column] for row in rows]
             bars = axis.bar(places, heights, width * 0.95, color=COLOURS[number], label=column)
             axis.bar_label(bars, fmt=_short, fontsize=6)
-        axis.set_xticks(
-            range(len(rows)), ["\n".join(str(r[c]) for c in chart.labels) for r in rows]
-        )
+        axis.set_xticks(range(len(rows)), [_label(r, chart) for r in rows])
         axis.tick_params(labelsize=7)
-        axis.set_title(chart.table, fontsize=9, loc="left")
+        axis.set_title(f"{chart.table} (log scale)", fontsize=9, loc="left")
         axis.set_yscale("log")
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(fontsize=7, frameon=False, ncols=len(columns))
@@ -58,6 +58,10 @@ def draw(data: Mapping[str, Any], charts: Sequence[Chart], path: Path) -> Path:
     figure.savefig(path, metadata={"Date": None, "Creator": "ForkServe benchmarks"})
     pyplot.close(figure)
     return path
+
+
+def _label(row: Mapping[str, Any], chart: Chart) -> str:
+    return "\n".join(fill(str(row[column]), 18) for column in chart.labels)
 
 
 def _short(value: float) -> str:

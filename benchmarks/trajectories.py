@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +20,12 @@ from forkserve.adapters.tools import Tool
 from forkserve.adapters.tot.usage import PrefixCache
 from forkserve.control.generation import Generation
 from forkserve.engine import MockBackend
-from forkserve.engine.mock import ByteTokenizer
 from forkserve.session import Session
 
 RECORDING = "tool_trajectories_airline"
-P = 64
+P = 16
+VOCABULARY = 16_384
+_PIECES = re.compile(r"<\|\w+\|>| ?[A-Za-z]{1,5}|[0-9]{1,3}|\s|[^A-Za-z0-9\s]")
 Message = Mapping[str, Any]
 
 # What a run may do, from nothing to all: (speculate, error branch, learned guess of the output).
@@ -35,15 +37,32 @@ WAYS = {
 }
 
 
-class Chat(ByteTokenizer):
-    """ChatML over bytes that knows tools.  It writes a call as the model did, or in another way.
+class Chat:
+    """A tokenizer of short pieces, and ChatML that knows tools.
 
-    rewrites: arguments before the name, with blanks: every call is re-rendered, as templates do
-    that have an order of their own.
+    Pieces are up to five letters with the blank before them, up to three digits, or one other
+    character: about as many characters to a token as models have.
+    rewrites: the template writes calls in an order and with blanks of its own, so that every call
+    is re-rendered; without, it writes them as the model did.
     """
 
     def __init__(self, rewrites: bool) -> None:
         self.rewrites = rewrites
+        self._ids = {"<|im_start|>": 256, "<|im_end|>": 257}
+        self._texts = {number: text for text, number in self._ids.items()}
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        found = []
+        for piece in _PIECES.findall(text):
+            if piece not in self._ids:
+                self._texts[number := 260 + len(self._ids)] = piece
+                self._ids[piece] = number
+            found.append(self._ids[piece])
+        return found
+
+    def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
+        shown = (i for i in ids if i >= 260 or not skip_special)
+        return "".join(self._texts.get(i, "") for i in shown).encode()
 
     def call(self, function: Mapping[str, Any], rewrites: bool) -> str:
         name, arguments = function["name"], function["arguments"]
@@ -137,7 +156,7 @@ def run(options: Options) -> Report:
     what = "ways that prefill more after the observation than an ideal prefix cache"
     report.targets.append(Target(what, "0", len(worse), not worse, "; ".join(worse)))
     report.notes += [
-        f"tokens are bytes; a page holds {P} of them, about 16 tokens of a real model",
+        f"tokens are pieces of up to five letters; a page holds {P}",
         "turns are the recorded ones; a tool returns when speculation has nothing left to do",
         "prefix cache: full pages of every earlier prompt and reply, kept for ever; one run a time",
         "hits: tool turns whose prompt began with tokens computed ahead; new: tokens of that "
@@ -259,7 +278,8 @@ def replay(
     conversations: Sequence[Sequence[Run]], rewrites: bool, speculate: bool, err: bool, guess: bool
 ) -> Totals:
     """All conversations on one engine, one after the other, each in a session."""
-    backend = MockBackend(ForkServeConfig(page_size=P, capacity_pages=4_096))
+    config = ForkServeConfig(page_size=P, capacity_pages=4_096)
+    backend = MockBackend(config, vocab_size=VOCABULARY)
     backend.tokenizer = Chat(rewrites)
     said = [turn for runs in conversations for run in runs for turn in run.said]
     names = sorted({call["name"] for turn in said for call in turn["calls"]})

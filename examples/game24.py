@@ -7,7 +7,7 @@ rules and stands in for a model on the mock.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import permutations
@@ -213,8 +213,3 @@ def scripted(reply: Callable[[str], str], config: ForkServeConfig | None = None)
     backend = MockBackend(config or ForkServeConfig(), on_batch=script)
     engine = Engine(backend)
     return engine
-
-
-def puzzles() -> Iterator[str]:
-    """The puzzles, easy ones first."""
-    yield from PUZZLES
