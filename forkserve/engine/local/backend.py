@@ -99,10 +99,9 @@ class LocalBackend:
     def execute(self, batch: Batch) -> BatchResult:
         """Do the copies, then one forward pass over all works."""
         begin = self.clock.now_ms()
-        if self._runner is None:
-            raise BackendError("this backend is closed")
+        runner = self._live()
         self._kv.copy(batch.copies)
-        results = self._run(self._runner, batch.works) if batch.works else []
+        results = self._run(runner, batch.works) if batch.works else []
         elapsed = self.clock.now_ms() - begin
         rows = sum(len(work.tokens) for work in batch.works)
         if rows:
@@ -121,13 +120,11 @@ class LocalBackend:
 
     def identity(self, weights: Callable[[Sequence[Path]], str]) -> Mapping[str, Any]:
         """What must be equal for stored rows to be ours; see `Portable`."""
-        if self._runner is None:
-            raise BackendError("this backend is closed")
-        return identity(self._spec, self.info, self._runner, self._files, weights)
+        return identity(self._spec, self.info, self._live(), self._files, weights)
 
     def read_rows(self, spans: Sequence[Span]) -> bytearray:
         """Rows of consecutive spans as bytes; see `Portable`."""
-        return self._kv.read(spans)
+        return self._live().kv.read(spans)
 
     def read_rows_into(self, spans: Sequence[Span], out: bytearray) -> None:
         """The same into a buffer that is there already; see `Refilling`."""
@@ -135,13 +132,18 @@ class LocalBackend:
 
     def write_rows(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """Rows of a stored run into the slots of a span; see `Portable`."""
-        self._kv.write(span, rows, at)
+        self._live().kv.write(span, rows, at)
 
     def close(self) -> None:
         """Drop weights and KV.  Idempotent."""
         if self._runner is not None:
             self._runner.close()
         self._runner = None
+
+    def _live(self) -> Runner:
+        if self._runner is None:
+            raise BackendError("this backend is closed")
+        return self._runner
 
     # -- one pass --------------------------------------------------------------------------
 

@@ -108,18 +108,38 @@ class NativeKV(PagedKV):
 
     def copy(self, copies: Sequence[RowCopy]) -> None:
         """See `PagedKV`."""
+        page = self.page_size
+        for c in copies:
+            self._check([(c.src_page * page + c.src_row, c.rows)])
+            self._check([(c.dst_page * page + c.dst_row, c.rows)])
         if copies:
             attention.copy_rows(self._library, self.pool, copies)
 
     def read(self, spans: Sequence[Span]) -> bytearray:
         """See `PagedKV`."""
         runs = [run for span in spans for run in runs_of(span, self.page_size)]
-        return attention.read_rows(self._library, self.pool, runs)
+        self._check(runs)
+        area = self.rows  # a store reads in a thread of its own: stays mapped past a `close`
+        out = attention.read_rows(self._library, self.pool, runs)
+        del area
+        return out
 
     def write(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """See `PagedKV`."""
         runs = list(runs_of(span, self.page_size))
+        self._check(runs)
+        area = self.rows  # as in `read`
         attention.write_rows(self._library, self.pool, runs, rows, at)
+        del area
+
+    def _check(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Refuse what lies outside the pool, where C++ would read or write anything."""
+        for first, count in runs:
+            if first < 0 or count < 0 or first + count > self.capacity_rows:
+                raise BackendError(
+                    f"KV rows {first}..{first + count - 1} lie outside the pool of "
+                    f"{self.capacity_rows} rows"
+                )
 
 
 class _Loader:
