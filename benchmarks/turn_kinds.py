@@ -137,7 +137,7 @@ class _Templated:
     def render(
         self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True
     ) -> str:
-        return self._template.render(messages, tools, add_generation_prompt)
+        return self._template.render(messages, tools, None, add_generation_prompt)
 
 
 _STOCK = ("the", "report", "lists", "every", "order", "of", "a", "day", "with", "its", "weight")
