@@ -45,7 +45,8 @@ def test_requests_of_a_step_share_their_passes(make: Make, mode: Any) -> None:
     eng.backend.execute = spy  # type: ignore[method-assign]
     found = tot_bfs(eng, Letters(), "x", mode=mode, depth=1, n_evaluate=4)
     assert found.usage.requests == 1 + 16
-    assert sampled.count(16) >= 3
+    # The first of four that share a prompt may draw a pass earlier than those that wait for it.
+    assert sampled.count(16) >= 2
     assert len(sampled) <= 8 + 2 + 5  # "a\nb\nc\nd" and its end; trunk, prompts; "11" and its end
     sampled.clear()
     narrow = tot_bfs(eng, Letters(), "y", mode=mode, depth=1, n_evaluate=4, max_parallel=3)
