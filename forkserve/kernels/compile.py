@@ -158,7 +158,7 @@ def build_all(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Built | str]:
                 try:
                     yield build(kernel, case, target)
                 except Exception as error:  # whatever a compiler throws
-                    why = str(error).strip().rsplit("\n", 1)[-1]
+                    why = " ".join(str(error).split())[-160:]
                     yield f"{kernel.name} '{case.name}' for {target}: {type(error).__name__}: {why}"
 
 
