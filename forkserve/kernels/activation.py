@@ -16,10 +16,12 @@ def gated(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     """gate_up [n, 2F], the gate first -> [n, F].  act: "silu" or "gelu_tanh"; in float32 inside."""
     n, width = gate_up.shape[0], gate_up.shape[1] // 2
     if not runs_kernels(gate_up):
+        gate: torch.Tensor
+        up: torch.Tensor
         gate, up = gate_up.float().split(width, 1)
         gate = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")
         return (gate * up).to(gate_up.dtype)
-    out = gate_up.new_empty(n, width)
+    out = torch.empty(n, width, dtype=gate_up.dtype, device=gate_up.device)
     gated_kernel[(n, ceil_div(width, _BLOCK))](
         out, gate_up, width, BLOCK=_BLOCK, SILU=act == "silu"
     )

@@ -1,4 +1,6 @@
-"""Compile every Triton kernel ahead of time, without a GPU: ``python -m forkserve.kernels.compile``.
+"""Compile every Triton kernel ahead of time, without a GPU.
+
+``python -m forkserve.kernels.compile``
 
 Prints registers, shared memory and spills per kernel, configuration and target.  Ends with 1 if
 something does not compile, spills in a main configuration, or asks for more shared memory than the
@@ -154,7 +156,9 @@ def build_all(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Built | str]:
         if not kernel.cases:
             yield f"{kernel.module}.{kernel.name} names no case to compile"
         for case in kernel.cases:
-            for target in targets:
+            for target in case.targets or targets:
+                if target not in targets:
+                    continue
                 try:
                     yield build(kernel, case, target)
                 except Exception as error:  # whatever a compiler throws

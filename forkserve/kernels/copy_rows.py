@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from forkserve.kernels.jit import Case, runs_kernels, jit, next_power, tl
+from forkserve.kernels.jit import Case, jit, next_power, runs_kernels, tl
 from forkserve.types import RowCopy
 
 __all__ = ["copy_rows", "waves"]

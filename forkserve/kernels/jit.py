@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["INTERPRETED", "TRITON", "Case", "runs_kernels", "ceil_div", "jit", "next_power", "tl", "triton"]
+__all__ = [
+    "INTERPRETED",
+    "TRITON",
+    "Case",
+    "ceil_div",
+    "jit",
+    "next_power",
+    "runs_kernels",
+    "tl",
+    "triton",
+]
 
 
 try:
@@ -40,7 +50,8 @@ class Case:
 
     types: Triton's name of each runtime argument ("*bf16", "i32"); constants: compile-time ones.
     aligned: arguments that are multiples of 16, besides the pointers.  main: a configuration that
-    a model really runs with, which must not spill registers.
+    a model really runs with, which must not spill registers.  targets: names in
+    `forkserve.kernels.compile.TARGETS` that it is for; all, if there are none.
     """
 
     name: str
@@ -50,7 +61,7 @@ class Case:
     warps: int = 4
     stages: int = 2
     main: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
+    targets: tuple[str, ...] = ()
 
 
 def runs_kernels(tensor: torch.Tensor) -> bool:

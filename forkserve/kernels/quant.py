@@ -1,7 +1,7 @@
 """KV rows in 8 bits: one float32 scale per row and head, stored beside the row.
 
 A scale belongs to one row, so that rows written later never change those written before, and a
-copied or shared page takes its scales along.  ``int8``: value / scale rounded, scale = max|x| / 127.
+copied or shared page takes its scales along.  ``int8``: x / scale rounded, scale = max|x| / 127.
 ``fp8``: OCP e4m3 (no infinities), scale = max|x| / 448, coded by integer arithmetic, because not
 every GPU that Triton serves can convert to it.
 """

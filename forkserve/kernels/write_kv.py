@@ -194,7 +194,7 @@ def rotate_write_kv_kernel(
         source = v + row.to(tl.int64) * v_row + head * 2 * HALF
         low = tl.load(source + i, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(source + HALF + i, mask=mask, other=0.0).to(tl.float32)
-        at += HEADS * rows.to(tl.int64)
+        at += HEADS * tl.cast(rows, tl.int64)
         _store(low, high, kv + at * 2 * HALF, scales + at, HALF, BLOCK, FORMAT, TOP)
 
 
