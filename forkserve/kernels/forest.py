@@ -14,9 +14,9 @@ Part = tuple[Span, int, int]  # rows [low, high) of a span
 
 
 class Use(NamedTuple):
-    """Item `index` sees rows [low, high) of a span."""
+    """An item, by its number, sees rows [low, high) of a span."""
 
-    index: int
+    item: int
     span: Span
     low: int
     high: int
@@ -34,12 +34,12 @@ def stretches(users: Mapping[Hashable, Sequence[Use]]) -> dict[tuple[int, ...], 
     for using in users.values():
         edges = sorted({use.low for use in using} | {use.high for use in using})
         if len(edges) == 2:
-            sharing = tuple([use.index for use in using])
+            sharing = tuple([use.item for use in using])
             found.setdefault(sharing, []).append((using[0].span, edges[0], edges[1]))
             continue
         span = max(using, key=lambda use: use.high).span
         for low, high in pairwise(edges):
-            sharing = tuple(u.index for u in using if u.low <= low and u.high >= high)
+            sharing = tuple(u.item for u in using if u.low <= low and u.high >= high)
             if sharing:
                 found.setdefault(sharing, []).append((span, low, high))
     for parts in found.values():
