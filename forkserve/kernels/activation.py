@@ -42,7 +42,8 @@ def gated_kernel(
         inner = gate
     else:  # gelu(x) by tanh(y) is x * sigmoid(2y)
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    value = gate / (1.0 + tl.exp(-inner)) * up
+    fade = tl.exp(-tl.abs(inner))
+    value = gate * tl.where(inner < 0, fade, 1.0) / (1.0 + fade) * up
     tl.store(out + row * width + i, value.to(out.dtype.element_ty), mask=mask)
 
 

@@ -36,7 +36,7 @@ def quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
     top = FORMATS[format][1]
     x = x.float()
     peak = x.abs().amax(-1)
-    y = x * torch.where(peak > 0, top / peak, 0.0)[..., None]
+    y = x * (top / torch.where(peak > 0, peak, top))[..., None]
     if format == "int8":
         coded = torch.floor(y + 0.5).clamp_(-127, 127).to(torch.int8)
     else:

@@ -45,7 +45,8 @@ class TileShape:
             return cls(
                 32 if coded or row > 256 else 64, 8 if row > 256 else 4, 3 if row <= 256 else 2
             )
-        return cls(min(max(8192 // next_power(dim), 32), 128), 4, 3)
+        keys = max((8192 if coded else 4096) // next_power(dim), 32)
+        return cls(keys, 4, 4 if row <= 256 else 3)
 
 
 class Partials:

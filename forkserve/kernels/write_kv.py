@@ -143,7 +143,7 @@ def _store(
         tl.store(to + HALF + i, high.to(to.dtype.element_ty), mask=mask)
     else:
         peak = tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0))
-        factor = tl.where(peak > 0, TOP / peak, 0.0)
+        factor = TOP / tl.where(peak > 0, peak, TOP)
         tl.store(to + i, coded(low * factor, FORMAT), mask=mask)
         tl.store(to + HALF + i, coded(high * factor, FORMAT), mask=mask)
         tl.store(scale, peak / TOP)
