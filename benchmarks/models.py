@@ -34,11 +34,11 @@ class Pass:
 class Watched(LocalBackend):
     """The local engine with a record of its passes.  on_start is told of each before it runs."""
 
-    def __init__(self, config: ForkServeConfig, model: str | Path) -> None:
+    def __init__(self, config: ForkServeConfig, model: str | Path, **options: Any) -> None:
         self.passes: list[Pass] = []
         self.live: Callable[[], int] = lambda: 0
         self.on_start: Callable[[bool], None] = lambda speculative: None
-        super().__init__(config, model)
+        super().__init__(config, model, **options)
 
     def execute(self, batch: Batch) -> BatchResult:
         speculative = any(work.speculative for work in batch.works)

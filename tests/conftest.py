@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 # Before numpy or torch is imported: with several workers on few cores one thread each is fastest,
 # and sums come out in one order.
@@ -39,3 +40,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("model"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def cancels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the generations that were cancelled while they ran, once for each time."""
+    from forkserve.control.generation import Generation
+
+    found: list[int] = []
+    end = Generation.end
+
+    def spy(self: Generation, reason: Any, error: BaseException | None = None) -> None:
+        if reason == "cancelled" and not self.done:
+            found.append(self.number)
+        end(self, reason, error)
+
+    monkeypatch.setattr(Generation, "end", spy)
+    return found

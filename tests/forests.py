@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,14 +31,31 @@ class Forest:
     works: list[Work]
     page: int
     scratch: int
+    window: int = 0
+    scale: float | None = None
+    softcap: float = 0.0
 
     def plan(self, works: list[Work] | None = None) -> Plan:
-        return plan_attention(works or self.works, self.page, self.scratch)
+        return plan_attention(works or self.works, self.page, self.scratch, (self.window,))
 
     def run(self) -> torch.Tensor:
         plan = self.plan()
         write_kv(self.kv, plan.slots, self.fresh)
-        return segment_attention(self.q, self.kv, plan)
+        return self.attend(self.q, plan)
+
+    def attend(self, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return segment_attention(
+            q, self.kv, plan, self.window, scale=self.scale, softcap=self.softcap
+        )
+
+    def forget(self) -> None:
+        """NaN in every context row that no query row sees through the window."""
+        seen = torch.zeros(self.kv.shape[1], dtype=torch.bool)
+        for work in self.works:
+            for span in work.context:
+                hidden = max(work.start - self.window + 1 - span.start, 0)
+                seen[torch.from_numpy(span_rows(span, self.page)[hidden:])] = True
+        self.kv[:, ~seen] = float("nan")
 
 
 def grow(
@@ -98,7 +114,7 @@ def grow(
     return Forest(kv, q, torch.randn(total, 2 * KV_HEADS, dim), made, page, rows)
 
 
-def expected(forest: Forest, *, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+def expected(forest: Forest) -> torch.Tensor:
     """Softmax attention of every row in float64, one row at a time."""
     out, first = [], 0
     dim = forest.q.shape[-1]
@@ -110,12 +126,12 @@ def expected(forest: Forest, *, window: int = 0, softcap: float = 0.0) -> torch.
         both = torch.cat([forest.kv[:, rows], fresh], 1).double()
         for i in range(n):
             end = work.start + i + 1
-            begin = max(end - window, 0) if window else 0
+            begin = max(end - forest.window, 0) if forest.window else 0
             k, v = both[:KV_HEADS, begin:end], both[KV_HEADS:, begin:end]
             q = forest.q[first + i].double().view(KV_HEADS, -1, dim)
-            scores = q @ k.transpose(-1, -2) / math.sqrt(dim)
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
+            scores = q @ k.transpose(-1, -2) * (forest.scale or dim**-0.5)
+            if forest.softcap:
+                scores = forest.softcap * torch.tanh(scores / forest.softcap)
             out.append((scores.softmax(-1) @ v).reshape(-1))
         first += n
     return torch.stack(out)

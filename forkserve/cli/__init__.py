@@ -121,4 +121,31 @@ def _doctor(ctx: click.Context, as_json: bool) -> None:
         ctx.exit(1)
 
 
+@main.command("template-check")
+@click.argument("model", metavar="MODEL")
+@click.argument(
+    "conversation",
+    required=False,
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="[CONVERSATION]",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.pass_context
+def _template_check(
+    ctx: click.Context, model: str, conversation: Path | None, as_json: bool
+) -> None:
+    """Show where a model's chat template breaks the prefix, turn by turn.
+
+    MODEL is a GGUF file, a folder with tokenizer.json, or smollm2; weights are not read.
+    CONVERSATION is a JSON file: a list of messages, or an object with "messages" and "tools"; an
+    assistant's message may hold "raw", its text as the model wrote it. Without it a built-in
+    one is used, with reasoning, calls and results. Exit code 1 if a prompt does not begin with all
+    that was held before it, 2 for a model or a conversation that cannot be read.
+    """
+    from forkserve.cli.template_check import run_template_check
+
+    if not run_template_check(model, conversation, as_json=as_json):
+        ctx.exit(1)
+
+
 main.add_command(_store, "store")

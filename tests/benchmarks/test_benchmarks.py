@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 NEED_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
-NAMES = ["fork", "tick", "pages", "fanout", "ttft"]
+NAMES = ["fork", "tick", "pages", "decorator", "fanout", "ttft", "turns", "speed"]
 KEYS = {"name", "title", "tables", "targets", "notes", "others_cpu", "wall_s", "quick"}
 KEYS |= {"command", "date", "commit", "machine", "versions"}
 
@@ -52,7 +52,7 @@ def check(result: dict[str, Any], name: str) -> None:
     assert "python" in result["versions"]
 
 
-@pytest.mark.parametrize("name", NAMES[:3])
+@pytest.mark.parametrize("name", NAMES[:4])
 def test_control_plane(tmp_path: Path, name: str) -> None:
     before = kept()
     (result,) = quick(tmp_path, name)
@@ -61,7 +61,7 @@ def test_control_plane(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES[3:])
+@pytest.mark.parametrize("name", NAMES[4:])
 def test_on_a_tiny_model(tmp_path: Path, name: str) -> None:
     """No weights are needed: the quick form writes a random checkpoint of its own."""
     for module in NEED_TORCH:

@@ -66,16 +66,22 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
         "bos_token_id": None,
         **changes,
     }
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[family]
+    name = family.capitalize()
+    gemma = name.startswith("Gemma")
     if family == "qwen2":
         sizes.pop("head_dim")
+    if gemma:  # three layers, so that some are local and some global
+        sizes = {**sizes, "num_hidden_layers": 3, "query_pre_attn_scalar": 16, **changes}
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**sizes)
+    text = "Text" if family == "gemma3" else ""
+    config = getattr(transformers, f"{name}{text}Config")(**sizes)
+    config._attn_implementation = "eager"  # the only one that caps scores
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():  # the default initialisation is too tame to show a mistake
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
                 parameter.uniform_(0.5, 1.5)
+                parameter.sub_(float(gemma))  # stored minus one
             else:
                 parameter.normal_(0, 0.12)
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from .conftest import tiny_tokenizer
 USER = {"role": "user", "content": "hé <b> & 'q'"}
 
 
-def render(source: str, *messages: object, tools: object = None) -> str:
+def render(source: str, *messages: object, tools: object = None, documents: object = None) -> str:
     template = ChatTemplate(source, {"bos_token": "<s>"}, "here")
-    return template.render(messages or [USER], tools, True)  # type: ignore[arg-type]
+    return template.render(messages or [USER], tools, documents, True)  # type: ignore[arg-type]
 
 
 def test_blocks_are_trimmed_as_hugging_face_does() -> None:
@@ -34,11 +35,18 @@ def test_helpers() -> None:
         == "1"
     )
     assert render("{{ add_generation_prompt }}") == "True"
+    assert render("{{ documents[0].title }}", documents=[{"title": "t"}]) == "t"
+    assert render("a{% generation %}{{ 1 + 1 }}{% endgeneration %}b") == "a2b"
+    compact = "{{ {'b': 1, 'a': 'é'} | tojson(separators=(',', ':'), sort_keys=true) }}"
+    assert render(compact) == '{"a":"é","b":1}'
+    assert render("{{ 'é' | tojson(ensure_ascii=true) }}") == '"\\u00e9"'
 
 
 def test_refusals_are_model_errors() -> None:
     with pytest.raises(ModelError, match="refused 1 messages: roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ModelError, match="division"):
+        render("{{ 1 // 0 }}")
     with pytest.raises(ModelError, match="does not compile"):
         render("{% for %}")
     with pytest.raises(ModelError, match="refused"):
@@ -57,7 +65,22 @@ def test_template_from_a_folder(tmp_path: Path) -> None:
     assert LocalTokenizer.from_folder(tmp_path).render([USER]).startswith("[user] hé")
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}!")
     assert LocalTokenizer.from_folder(tmp_path).render([USER]) == "<|im_end|>!"
+    extra = tmp_path / "additional_chat_templates"
+    extra.mkdir()
+    (extra / "tool_use.jinja").write_text("with {{ tools | length }} tools")
+    tokenizer = LocalTokenizer.from_folder(tmp_path)
+    assert tokenizer.render([USER], tools=[{}]) == "with 1 tools"
+    assert tokenizer.render([USER]) == "<|im_end|>!"
+    (extra / "tool_use.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"cannot read .*tool_use"):
+        LocalTokenizer.from_folder(tmp_path)
+    (extra / "tool_use.jinja").unlink()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    listed = [{"name": n, "template": n} for n in ("default", "tool_use")]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": listed}))
     (tmp_path / "chat_template.jinja").unlink()
+    assert LocalTokenizer.from_folder(tmp_path).render([USER]) == "default"
+    assert LocalTokenizer.from_folder(tmp_path).render([USER], tools=[{}]) == "tool_use"
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ModelError, match="no chat template"):
         LocalTokenizer.from_folder(tmp_path).render([USER])

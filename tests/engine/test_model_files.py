@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
-import torch
 
 from forkserve.engine.local import LocalBackend
 from forkserve.engine.local.gguf import GGUFFile
 from forkserve.errors import ModelError
-from forkserve.types import Batch, Work
 
-from .conftest import LLAMA3, VOCAB, Checkpoints, reference, tiny_config
-
-HEADS, KV_HEADS, LAYERS = 4, 2, 2
+from .conftest import Checkpoints, tiny_config
+from .gguf_files import write_gguf
 
 
 def load(path: str | Path) -> LocalBackend:
@@ -33,134 +29,6 @@ def fails(path: str | Path, match: str) -> None:
 
 
 # -- GGUF ------------------------------------------------------------------------------------
-
-
-def write_gguf(
-    path: Path,
-    model: Any,
-    arch: str = "llama",
-    *,
-    skip: str = "",
-    kind: Any = None,
-    **meta: Any,
-) -> Path:
-    """A transformers model as GGUF, as llama.cpp's converter lays it out."""
-    writer = gguf.GGUFWriter(path, arch)
-    config = model.config
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // HEADS)
-    if meta.get("tokenizer", True):
-        words = [*sorted(gguf_alphabet()), "<|im_start|>", "<|im_end|>"]
-        words += [f"<unused{i}>" for i in range(VOCAB - len(words))]
-        writer.add_tokenizer_model(meta.get("tokenizer_model", "gpt2"))
-        writer.add_tokenizer_pre(meta.get("pre", "default"))
-        writer.add_token_list(words)
-        writer.add_token_types([1] * 256 + [3] * (VOCAB - 256))
-        writer.add_token_merges(["a b"] if meta.get("bad_merge") else [])
-        writer.add_eos_token_id(257)
-    if "rope_factors" in meta:
-        writer.add_tensor("rope_freqs.weight", meta["rope_factors"])
-    if "scaling" in meta:
-        writer.add_rope_scaling_type(meta["scaling"])
-    for name, tensor in model.state_dict().items():
-        ours = rename(name)
-        if ours == skip:
-            continue
-        array = tensor.numpy().copy()
-        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(ours.split(".")[-2])
-        if arch == "llama" and heads:  # the converter's permutation
-            array = (
-                array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-            )
-        if kind is not None and array.ndim == 2:
-            writer.add_tensor(ours, gguf.quants.quantize(array, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(ours, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def gguf_alphabet() -> list[str]:
-    from tokenizers import pre_tokenizers
-
-    return list(pre_tokenizers.ByteLevel.alphabet())
-
-
-def rename(name: str) -> str:
-    plain = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    if name in plain:
-        return plain[name]
-    _, _, layer, *rest = name.split(".")
-    part = {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "q_proj": "attn_q",
-        "k_proj": "attn_k",
-        "v_proj": "attn_v",
-        "o_proj": "attn_output",
-        "q_norm": "attn_q_norm",
-        "k_norm": "attn_k_norm",
-        "gate_proj": "ffn_gate",
-        "up_proj": "ffn_up",
-        "down_proj": "ffn_down",
-    }[rest[-2]]
-    return f"blk.{layer}.{part}.{rest[-1]}"
-
-
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_gguf_gives_the_logits_of_hugging_face(
-    checkpoint: Checkpoints, tmp_path: Path, arch: str
-) -> None:
-    model, _ = checkpoint(arch)
-    backend = load(write_gguf(tmp_path / "m.gguf", model, arch))
-    assert backend.info.vocab_size == VOCAB
-    assert backend.info.eos_ids == (257,)
-    text = [3, 5, 250, 17, 80] * 7
-    work = Work("s", 0, text, 0, (), None, all_logits=True)
-    got = backend.execute(Batch([work])).results[0].logits
-    np.testing.assert_allclose(got, reference(model, text), atol=1e-4, rtol=0)
-
-
-def test_gguf_rope_factors(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Llama 3 in GGUF: its rotary scaling comes as a tensor of divisors."""
-    model, _ = checkpoint("llama", rope_parameters=LLAMA3)
-    plain = 1e4 ** -(np.arange(0, 16, 2, dtype=np.float32) / 16)
-    factors = plain / model.model.rotary_emb.inv_freq.numpy()
-    assert factors.max() > 2
-    backend = load(write_gguf(tmp_path / "m.gguf", model, rope_factors=factors))
-    text = [3, 5, 250, 17, 80] * 20
-    work = Work("s", 0, text, 0, (), None, all_logits=True)
-    got = backend.execute(Batch([work])).results[0].logits
-    np.testing.assert_allclose(got, reference(model, text), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_gguf_tensor_types(checkpoint: Checkpoints, tmp_path: Path, kind: str) -> None:
-    model, _ = checkpoint("qwen2")
-    kind = gguf.GGMLQuantizationType[kind]
-    path = write_gguf(tmp_path / "m.gguf", model, "qwen2", kind=kind)
-    file = GGUFFile(path)
-    want = model.state_dict()["model.layers.1.mlp.gate_proj.weight"].numpy()
-    packed = gguf.quants.quantize(want, kind)
-    for dtype in (torch.float32, torch.bfloat16):
-        out = torch.empty(want.shape, dtype=dtype)
-        file.read("blk.1.ffn_gate.weight", out)
-        values = torch.tensor(gguf.quants.dequantize(packed, kind).reshape(want.shape))
-        torch.testing.assert_close(out, values.to(dtype), rtol=0, atol=0)
 
 
 def test_no_such_file(tmp_path: Path) -> None:
@@ -204,12 +72,13 @@ def test_unsupported_gguf(checkpoint: Checkpoints, tmp_path: Path) -> None:
     model, path = checkpoint("llama")[0], tmp_path / "m.gguf"
     fails(write_gguf(path, model, "mamba"), "architecture 'mamba' is not supported")
     fails(write_gguf(path, model, tokenizer=False), "no tokenizer")
-    fails(write_gguf(path, model, tokenizer_model="llama"), "tokenizer 'llama'")
+    fails(write_gguf(path, model, tokenizer_model="llama"), "320 pieces and 0 scores")
     fails(write_gguf(path, model, pre="martian"), "pre-tokenizer 'martian'")
     fails(write_gguf(path, model, bad_merge=True), "merges disagree")
     fails(write_gguf(path, model, skip="blk.1.ffn_up.weight"), r"no tensor 'blk\.1\.ffn_up")
-    yarn = gguf.RopeScalingType.YARN
-    fails(write_gguf(path, model, scaling=yarn), "rotary scaling 'yarn'")
+    scaling = gguf.RopeScalingType
+    fails(write_gguf(path, model, scaling=scaling.LONGROPE), "scaling 'longrope' .*length")
+    fails(write_gguf(path, model, scaling=scaling.YARN), "'yarn' lacks factor")
 
 
 def test_unknown_gguf_tensor_type(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -276,7 +145,11 @@ def test_unsupported_configurations(folder: Path) -> None:
         ({"architectures": ["MambaForCausalLM"]}, "architecture 'MambaForCausalLM'"),
         ({"architectures": None}, "architecture 'None'"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rotary scaling 'yarn'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "scaling 'dynamic' .*length"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "scaling 'spiral' is not supported; "),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' lacks factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"rope_parameters": {"rope_type": "linear"}}, "'linear' lacks factor"),
         ({"intermediate_size": 100}, r"shape \[96, 64\].*\[100, 64\]"),
         ({"num_hidden_layers": None}, "lacks 'num_hidden_layers'"),
@@ -304,9 +177,24 @@ def test_generation_config_decides_the_end_ids(folder: Path) -> None:
     assert load(folder).info.eos_ids == (5, 257)
 
 
-def test_a_sliding_window_bounds_the_context(checkpoint: Checkpoints) -> None:
+def test_a_window_does_not_bound_the_context(checkpoint: Checkpoints) -> None:
     folder = checkpoint("mistral", sliding_window=100)[1]
-    assert load(folder).info.max_context == 100
+    assert load(folder).info.max_context == 512
+
+
+def test_unsupported_layers(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("gemma3", sliding_window=20)[1]
+    folder = Path(shutil.copytree(source, tmp_path / "model"))
+    original = (folder / "config.json").read_text()
+    for values, match in (
+        ({"layer_types": ["full_attention"]}, "lists 1 layers of kinds full_attention; 3 of"),
+        ({"layer_types": ["mamba"] * 3}, "kinds mamba"),
+        ({"use_bidirectional_attention": True}, "bidirectional"),
+        ({"hidden_activation": "silu"}, "activation 'silu' .* gelu_pytorch_tanh is"),
+    ):
+        (folder / "config.json").write_text(original)
+        change(folder / "config.json", **values)
+        fails(folder, match)
 
 
 def test_smollm2_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,23 @@ import pytest
 
 from forkserve.engine.local import LocalBackend
 
-from .conftest import LLAMA3, VOCAB, Checkpoints, reference, tiny_config
+from .conftest import LLAMA3, VOCAB, Checkpoints, reference, tiny_config, tiny_model, tiny_tokenizer
 from .rig import Rig
 
 TOLERANCE = 1e-4
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+GLOBAL = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+SHARP = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}  # caps that bite
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -25,8 +38,22 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"shard": True}),
     ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     ("qwen3", {}),
+    ("qwen2", {"rope_parameters": YARN}),
+    ("qwen2", QWEN_WINDOW),
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 32, "shard": True}),
+    ("qwen3", {"rope_parameters": {**YARN, "beta_fast": 8.0, "attention_factor": 1.3}}),
     ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 20}),
+    ("mistral", {"sliding_window": 1}),
+    ("mistral", {"sliding_window": 61, "shard": True}),
+    ("gemma2", {"sliding_window": 20, **SHARP}),
+    ("gemma2", {"sliding_window": 4096, "tie_word_embeddings": True}),
+    ("gemma3", {"sliding_window": 20, "tie_word_embeddings": True, "query_pre_attn_scalar": 40}),
+    (
+        "gemma3",
+        {"sliding_window": 33, "rope_parameters": GLOBAL, "shard": True}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
 ]
 
 
@@ -41,11 +68,13 @@ def close(got: np.ndarray, want: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
-def test_prefill_decode_fork(checkpoint: Checkpoints, family: str, changes: dict[str, Any]) -> None:
+def test_cold_shared_forked_restored(
+    checkpoint: Checkpoints, family: str, changes: dict[str, Any]
+) -> None:
     model, folder = checkpoint(family, **changes)
     backend = LocalBackend(tiny_config(), folder)
     rig = Rig(backend, seed=len(repr(changes)))
-    text = ids(100, 1)
+    text = ids(100, 1)  # longer than most of the windows
     want = reference(model, text)
 
     one_shot = rig.root()
@@ -70,6 +99,44 @@ def test_prefill_decode_fork(checkpoint: Checkpoints, family: str, changes: dict
     close(got[0], reference(model, [*text, *a, 5])[-1:])
     close(got[1], reference(model, [*text[:61], *b, 6])[-1:])
     close(got[2], reference(model, [*text, *a, 7])[-1:])
+
+    # Rows that went to a store and come back to other pages.
+    stored = backend.read_rows(one_shot.spans())
+    rig = Rig(backend, seed=2)  # everything in the pool is gone
+    restored = rig.root()
+    rig.work(restored, text)
+    backend.write_rows(restored.own(), stored, 0)
+    early = rig.fork(restored, 70)
+    got = rig.logits(rig.work(restored, a), rig.work(early, b))
+    close(got[0], reference(model, text + a)[100:])
+    close(got[1], reference(model, text[:70] + b)[70:])
+    backend.close()
+
+
+def test_the_language_model_beside_a_vision_part(tmp_path: Path) -> None:
+    """Gemma 3 from 4B on: a configuration within one, and names with another beginning."""
+    import transformers
+
+    sizes = {"num_hidden_layers": 2, "sliding_window": 20, "tie_word_embeddings": True}
+    text_model = tiny_model("gemma3", **sizes)
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(
+        text_config=text_model.config.to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    whole = transformers.Gemma3ForConditionalGeneration(config).eval()
+    whole.model.language_model.load_state_dict(text_model.model.state_dict())
+    whole.save_pretrained(tmp_path)
+    tiny_tokenizer(tmp_path)
+    backend = LocalBackend(tiny_config(), tmp_path)
+    rig, text = Rig(backend), ids(50, 1)
+    close(rig.logits(rig.work(rig.root(), text))[0], reference(text_model, text))
     backend.close()
 
 

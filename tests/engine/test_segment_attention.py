@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -26,6 +27,63 @@ def test_random_forest(group: int, page: int, dim: int, seed: int) -> None:
     got = forest.run()
     assert torch.isfinite(got).all()
     assert error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 16, 33, 150, 400, 2000])
+@pytest.mark.parametrize("seed", range(5))
+def test_sliding_window(window: int, seed: int) -> None:
+    """As if each row saw the last `window` positions alone; rows before them are not read."""
+    forest = grow(seed + 1000 * window, 4, 16, 64, works=9)
+    forest.window = window
+    want = expected(forest)
+    forest.forget()
+    got = forest.run()
+    assert torch.isfinite(got).all()
+    assert error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize("seed", range(4))
+def test_scale_and_soft_cap(window: int, seed: int) -> None:
+    forest = grow(seed + 50, 4, 16, 64)
+    forest.window, forest.scale, forest.softcap = window, 0.5, 3.0
+    want = expected(forest)
+    got = forest.run()
+    assert error(got, want) < 1e-5
+    forest.softcap = 0.0
+    assert error(got, expected(forest)) > 0.01  # the cap bites
+
+
+def test_long_prompt_under_a_window() -> None:
+    """3,000 rows in tiles: a window's worth of keys a tile, whatever the chunks."""
+    dim, window, n = 64, 700, 3000
+    pages = list(range(200))
+    kv = torch.full((2 * KV_HEADS, 200 * 16, dim), float("nan"))
+    work = Work("s", 0, [0] * n, 0, (), Span(0, pages, 0, n))
+    forest = Forest(
+        kv, torch.randn(n, 4, dim), torch.randn(n, 2 * KV_HEADS, dim), [work], 16, 0, window
+    )
+    plan = forest.plan()
+    keys = sum(task.n_keys for task in plan.of(window))
+    assert keys < n / 512 * (window + 2 * 512)
+    want = expected(forest)
+    got = forest.run()
+    assert error(got, want) < 1e-5
+    for low, high in pairwise([0, 5, 1300, 1301, n]):  # the same in chunks
+        chunk = Work("s", 0, [0] * (high - low), low, (), None)
+        chunk.write = Span(0, pages[low // 16 :], low, high - low, low % 16)
+        chunk.context = (Span(0, pages, 0, low),) if low else ()
+        part = forest.attend(forest.q[low:high], forest.plan([chunk]))
+        assert error(part, want[low:high]) < 1e-5
+
+
+def test_a_window_that_hides_nothing_is_planned_as_none() -> None:
+    works = fan(8, 2048)
+    plan = plan_attention(works, 16, 10_000, (0, 3000, 4096))
+    assert plan.of(3000) is plan.of(4096) is plan.of(0)
+    short = plan_attention(works, 16, 10_000, (512,))
+    assert not short.tasks  # no layer sees everything
+    assert sum(task.n_keys for task in short.of(512)) == 507 + 8 * 5  # 512 less four and itself
 
 
 def test_bfloat16() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from forkserve import Engine, ForkServeConfig
-from forkserve.control.generation import Generation
 from forkserve.engine import MockBackend
 from forkserve.types import Batch
 
@@ -55,18 +54,3 @@ def make(background: bool) -> Iterator[Make]:
 @pytest.fixture
 def eng(make: Make) -> Engine:
     return make()
-
-
-@pytest.fixture
-def cancels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of the generations that were cancelled while they ran, once for each time."""
-    found: list[int] = []
-    end = Generation.end
-
-    def spy(self: Generation, reason: Any, error: BaseException | None = None) -> None:
-        if reason == "cancelled" and not self.done:
-            found.append(self.number)
-        end(self, reason, error)
-
-    monkeypatch.setattr(Generation, "end", spy)
-    return found

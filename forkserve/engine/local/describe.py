@@ -71,8 +71,15 @@ def from_hugging_face(config: Mapping[str, Any], where: str) -> ModelSpec:
             f"{where}: architecture '{names[0]}' is not supported; "
             f"{', '.join(_HF_ARCHITECTURES)} are"
         )
+    text = text_config(config)
+    if quantised := config.get("quantization_config") or text.get("quantization_config"):
+        method = quantised.get("quant_method", "unknown")
+        raise ModelError(
+            f"{where}: weights quantised by '{method}' are not supported; float32, float16 and "
+            "bfloat16 are, or a GGUF file"
+        )
     traits = FAMILIES[family]
-    config = {**_DEFAULTS.get(family, {}), **text_config(config)}
+    config = {**_DEFAULTS.get(family, {}), **text}
 
     def get(key: str) -> Any:
         if config.get(key) is None:
@@ -184,6 +191,7 @@ def _windows(windows: Sequence[int], context: int) -> tuple[int, ...]:
 
 # llama.cpp's own constants for what its files leave out.
 _GGUF_PERIOD = {"gemma2": 2, "gemma3": 6}
+_GGUF_EVERYWHERE = ("llama",)  # a window is one of all layers: Mistral
 _GGUF_LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models, which scale otherwise
 
 
@@ -204,6 +212,8 @@ def from_gguf(meta: Mapping[str, Any], where: str) -> ModelSpec:
     traits = FAMILIES[arch]
     heads, hidden, layers = get("attention.head_count"), get("embedding_length"), get("block_count")
     head_dim = get("attention.key_length", hidden // heads)
+    if get("expert_count", 0):
+        raise ModelError(f"{where}: {get('expert_count')} experts: mixtures are not supported")
     if get("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{where}: keys and values of different sizes are not supported")
     if get("rope.dimension_count", head_dim) != head_dim:
@@ -245,7 +255,9 @@ def _gguf_local(pattern: Any, arch: str, layers: int, window: int) -> list[bool]
     if isinstance(pattern, list):
         return [bool(pattern[i]) if i < len(pattern) else False for i in range(layers)]
     period = int(pattern) or _GGUF_PERIOD.get(arch, 0)
-    return [bool((i + 1) % period) if period else True for i in range(layers)]
+    if not period:
+        return [arch in _GGUF_EVERYWHERE] * layers
+    return [bool((i + 1) % period) for i in range(layers)]
 
 
 def _gguf_scale(

@@ -9,21 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 
 from forkserve.engine.local.chat import ChatTemplate
+from forkserve.engine.local.vocabulary import from_metadata, named_tokens
 from forkserve.errors import ModelError
 
 __all__ = ["LocalTokenizer"]
-
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_SPLITS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2}
-_PLAIN = ("gpt-2", "gpt2", "default")
-_DIGITS = ("smollm",)
 
 # Names under which models mark the end of a turn or text.
 _END_MARKERS = (
@@ -32,24 +24,32 @@ _END_MARKERS = (
     "<|eot_id|>",
     "<|end_of_text|>",
     "<|eom_id|>",
+    "<end_of_turn>",
     "</s>",
+    "<eos>",
 )
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class LocalTokenizer:
-    """Satisfies `forkserve.engine.protocol.Tokenizer`."""
+    """Satisfies `forkserve.engine.protocol.Tokenizer`.
+
+    A SentencePiece tokenizer may put a space before the text that it is given; where it does, the
+    bytes of a text's ids begin with it.
+    """
 
     def __init__(
         self,
         backend: Tokenizer,
         *,
-        chat_template: str | None,
+        templates: Mapping[str, str],
         named: Mapping[str, str],
         where: str,
     ) -> None:
-        """named: special tokens by role ("bos_token"), as a chat template sees them."""
+        """templates: chat templates by name, "default" and perhaps "tool_use".
+
+        named: special tokens by role ("bos_token"), as a chat template sees them.
+        """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -58,9 +58,9 @@ class LocalTokenizer:
         self._special = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._bytes = self._token_bytes({i: token.content for i, token in added.items()})
-        self._template = (
-            None if chat_template is None else ChatTemplate(chat_template, named, where)
-        )
+        self._templates = {
+            name: ChatTemplate(source, named, where) for name, source in templates.items()
+        }
 
     # -- Tokenizer protocol ----------------------------------------------------------------
 
@@ -82,12 +82,15 @@ class LocalTokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Chat messages as text, by the model's own template."""
-        if self._template is None:
+        """Chat messages as text, by the model's own template: its "tool_use" one given tools."""
+        template = self._templates.get("tool_use") if tools else None
+        template = template or self._templates.get("default")
+        if template is None:
             raise ModelError(f"{self._where} has no chat template; give the prompt as text")
-        return self._template.render(messages, tools, add_generation_prompt)
+        return template.render(messages, tools, documents, add_generation_prompt)
 
     # -- beyond the protocol ---------------------------------------------------------------
 
@@ -108,46 +111,23 @@ class LocalTokenizer:
         byte_level = byte_level or b"ByteLevel" in _state(self._backend.pre_tokenizer)
         to_bytes = _byte_level_bytes if byte_level else _sentencepiece_bytes
         table = {i: to_bytes(token) for token, i in self._backend.get_vocab(True).items()}
-        table.update((i, content.encode()) for i, content in added.items())
+        for i, content in added.items():
+            # Added pieces of SentencePiece, such as runs of spaces, are written like its others.
+            plain = byte_level or i in self._special
+            table[i] = content.encode() if plain else _sentencepiece_bytes(content)
         return table
 
     # -- sources ---------------------------------------------------------------------------
 
     @classmethod
     def from_gguf(cls, meta: Mapping[str, Any], where: str) -> LocalTokenizer:
-        """Byte-level BPE from ``tokenizer.ggml.*``."""
-        kind = meta.get("tokenizer.ggml.model")
-        tokens = meta.get("tokenizer.ggml.tokens")
-        if kind is None or not tokens:
-            raise ModelError(f"{where} has no tokenizer in its metadata")
-        if kind != "gpt2":
-            raise ModelError(
-                f"{where}: tokenizer '{kind}' is not supported from GGUF; byte-level BPE ('gpt2') "
-                "is, or use a directory with tokenizer.json"
-            )
-        merges = [tuple(merge.split(" ", 1)) for merge in meta.get("tokenizer.ggml.merges", ())]
-        split = meta.get("tokenizer.ggml.pre", "default")
-        vocab = {token: i for i, token in enumerate(tokens)}
-        try:
-            model = models.BPE(vocab, merges, ignore_merges=split in ("llama-bpe", "llama3"))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelError(f"{where}: vocabulary and merges disagree: {error}") from error
-        backend = Tokenizer(model)
-        backend.pre_tokenizer = _pre_tokenizer(split, where)
-        if split == "qwen2":
-            backend.normalizer = normalizers.NFC()
-        kinds = meta.get("tokenizer.ggml.token_type", [])
-        for flag, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-            group = [tokens[i] for i, k in enumerate(kinds) if k == flag and i < len(tokens)]
-            backend.add_tokens([AddedToken(t, special=special, normalized=False) for t in group])
-        named = {}
-        for role in ("bos", "eos", "unknown", "padding"):
-            index = meta.get(f"tokenizer.ggml.{role}_token_id")
-            if index is not None and index < len(tokens):
-                short = {"unknown": "unk", "padding": "pad"}.get(role, role)
-                named[f"{short}_token"] = tokens[index]
-        template = meta.get("tokenizer.chat_template")
-        return cls(backend, chat_template=template, named=named, where=where)
+        """The tokenizer of ``tokenizer.ggml.*``, with the file's chat templates."""
+        name = "tokenizer.chat_template"
+        templates = {"default": meta[name]} if name in meta else {}
+        if f"{name}.tool_use" in meta:
+            templates["tool_use"] = meta[f"{name}.tool_use"]
+        backend = from_metadata(meta, where)
+        return cls(backend, templates=templates, named=named_tokens(meta), where=where)
 
     @classmethod
     def from_folder(cls, folder: Path) -> LocalTokenizer:
@@ -171,35 +151,29 @@ class LocalTokenizer:
             text = value.get("content") if isinstance(value, dict) else value
             if role.endswith("_token") and isinstance(text, str):
                 named[role] = text
-        template = config.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            by_name = {entry["name"]: entry["template"] for entry in template}
-            template = by_name.get("default")
-        separate = folder / "chat_template.jinja"
-        if separate.exists():
-            template = separate.read_text(encoding="utf-8")
-        return cls(backend, chat_template=template, named=named, where=str(folder))
+        return cls(backend, templates=_templates(folder, config), named=named, where=str(folder))
 
 
-def _pre_tokenizer(split: str, where: str) -> Any:
-    if split in _PLAIN:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if split in _DIGITS:
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
-    if split in _SPLITS:
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_SPLITS[split]), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    known = ", ".join(sorted([*_PLAIN, *_DIGITS, *_SPLITS]))
-    raise ModelError(f"{where}: pre-tokenizer '{split}' is not supported; {known} are")
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """A folder's chat templates by name: files win over what the configuration holds."""
+    held = config.get("chat_template")
+    if isinstance(held, list):
+        found = {entry["name"]: entry["template"] for entry in held}
+    else:
+        found = {} if held is None else {"default": held}
+    for path in (folder / "additional_chat_templates").glob("*.jinja"):
+        found[path.stem] = _text(path)
+    separate = folder / "chat_template.jinja"
+    if separate.exists():
+        found["default"] = _text(separate)
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
 
 
 def _state(part: Any) -> bytes:

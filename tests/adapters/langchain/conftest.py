@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("langchain_core")
 
+from forkserve.adapters.langchain import ChatForkServe
+
 from .rules import RuleEngine
 
 
@@ -21,3 +23,8 @@ def engine() -> Iterator[RuleEngine]:
     stats = made.stats()
     assert (stats.live_pages - stats.index_pages, stats.queued, stats.nodes) == (0, 0, 0)
     made.shutdown()
+
+
+@pytest.fixture
+def model(engine: RuleEngine) -> ChatForkServe:
+    return ChatForkServe(engine=engine, model="mock")

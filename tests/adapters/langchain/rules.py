@@ -9,11 +9,39 @@ import json
 import re
 from typing import Any
 
+from langchain_core.messages import SystemMessage
+from langchain_core.tools import tool
+
 from forkserve import Engine, ForkServeConfig
 from forkserve.adapters.langchain.constraints import SchemaConstraint
 from forkserve.control.generation import Generation
 from forkserve.engine import MockBackend
 from forkserve.types import GREEDY, SamplingParams
+
+SYSTEM = SystemMessage("You answer questions about the sea, the sky and what is between them. " * 3)
+
+
+@tool
+def weather(city: str) -> str:
+    """The weather of a city."""
+    return f"sunny in {city}"
+
+
+@tool
+def tide(city: str) -> str:
+    """The tide at a city."""
+    return f"low at {city}"
+
+
+def cached(message: Any) -> int:
+    return int(message.usage_metadata["input_token_details"]["cache_read"])
+
+
+def whole(chunks: list[Any]) -> Any:
+    total = chunks[0]
+    for chunk in chunks[1:]:
+        total = total + chunk
+    return total
 
 
 class RuleEngine(Engine):

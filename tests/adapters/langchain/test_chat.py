@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from langchain_core.globals import set_llm_cache
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_core.tools import tool
+from langchain_core.messages import AIMessage, HumanMessage
 
 from forkserve import Engine, ForkServeConfig
 from forkserve.adapters.langchain import ChatForkServe
@@ -19,38 +18,7 @@ from forkserve.engine import MockBackend
 from forkserve.errors import AdapterError
 from forkserve.session import Session
 
-from .rules import RuleEngine
-
-SYSTEM = SystemMessage("You answer questions about the sea, the sky and what is between them. " * 3)
-
-
-@tool
-def weather(city: str) -> str:
-    """The weather of a city."""
-    return f"sunny in {city}"
-
-
-@tool
-def tide(city: str) -> str:
-    """The tide at a city."""
-    return f"low at {city}"
-
-
-@pytest.fixture
-def model(engine: RuleEngine) -> ChatForkServe:
-    return ChatForkServe(engine=engine, model="mock")
-
-
-def cached(message: Any) -> int:
-    return int(message.usage_metadata["input_token_details"]["cache_read"])
-
-
-def whole(chunks: list[Any]) -> Any:
-    total = chunks[0]
-    for chunk in chunks[1:]:
-        total = total + chunk
-    return total
-
+from .rules import SYSTEM, RuleEngine, cached, tide, weather, whole
 
 # ------------------------------------------------------------------ conversations
 

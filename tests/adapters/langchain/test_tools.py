@@ -5,46 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
-from langchain_core.tools import tool
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from pydantic import BaseModel
 
 from forkserve.adapters.langchain import ChatForkServe
 from forkserve.adapters.langchain.constraints import constraint_for
 from forkserve.errors import ConfigError, MissingExtra
 
-from .rules import RuleEngine
-
-SYSTEM = SystemMessage("You answer questions about the sea, the sky and what is between them. " * 3)
-
-
-@tool
-def weather(city: str) -> str:
-    """The weather of a city."""
-    return f"sunny in {city}"
-
-
-@tool
-def tide(city: str) -> str:
-    """The tide at a city."""
-    return f"low at {city}"
-
-
-@pytest.fixture
-def model(engine: RuleEngine) -> ChatForkServe:
-    return ChatForkServe(engine=engine, model="mock")
-
-
-def cached(message: Any) -> int:
-    return int(message.usage_metadata["input_token_details"]["cache_read"])
-
-
-def whole(chunks: list[Any]) -> Any:
-    total = chunks[0]
-    for chunk in chunks[1:]:
-        total = total + chunk
-    return total
-
+from .rules import SYSTEM, RuleEngine, cached, tide, weather
 
 # ------------------------------------------------------------------ tools and structure
 

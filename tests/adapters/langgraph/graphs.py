@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, StateGraph
 
 from forkserve.adapters.langgraph import Branch, ForkServe, ForkState
@@ -19,6 +20,10 @@ PROMPT = "A prompt that all branches share, long enough for some pages. "
 class State(ForkState, total=False):
     prompt: str
     out: Annotated[list[str], operator.add]
+
+
+THREAD: Any = {"configurable": {"thread_id": "t"}}
+START_STATE: Any = {"prompt": PROMPT}
 
 
 class Boom(Exception):
@@ -80,6 +85,14 @@ def fan_out(
     build.add_conditional_edges("plan", fan, ["branch"])
     build.add_edge("branch", "pick")
     return build
+
+
+def one(fs: ForkServe, node: Any, schema: Any = State, **more: Any) -> Any:
+    """A graph of one node, with a saver."""
+    build = StateGraph(schema)
+    build.add_node("n", node)
+    build.add_edge(START, "n")
+    return fs.bind(build.compile(checkpointer=InMemorySaver(), **more))
 
 
 def spine_only(fs: ForkServe, ref: Any) -> None:

@@ -19,18 +19,7 @@ from forkserve.adapters.langgraph import (
 )
 from forkserve.adapters.langgraph.state import merge_refs
 
-from .graphs import PROMPT, State, spine_only
-
-THREAD: Any = {"configurable": {"thread_id": "t"}}
-START_STATE: Any = {"prompt": PROMPT}
-
-
-def one(fs: ForkServe, node: Any, schema: Any = State, **more: Any) -> Any:
-    build = StateGraph(schema)
-    build.add_node("n", node)
-    build.add_edge(START, "n")
-    return fs.bind(build.compile(checkpointer=InMemorySaver(), **more))
-
+from .graphs import PROMPT, START_STATE, THREAD, State, one, spine_only
 
 # ------------------------------------------------------------------ graphs
 

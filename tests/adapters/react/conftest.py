@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from forkserve import Engine
-from forkserve.control.generation import Generation
 from tests.adapters.templates.chats import FAMILIES, SeamTokenizer, backend
 
 Make = Callable[..., Engine]
@@ -60,7 +59,7 @@ def make(background: bool) -> Iterator[Make]:
         prompts: list[list[int]] = []
         start = eng.start
 
-        def spy(session: str, *args: Any, **options: Any) -> Generation:
+        def spy(session: str, *args: Any, **options: Any) -> Any:
             prompts.append(eng.tokens(session))
             return start(session, *args, **options)
 
@@ -88,21 +87,6 @@ def make(background: bool) -> Iterator[Make]:
 
 def prompts(eng: Engine) -> list[list[int]]:
     found: list[list[int]] = getattr(eng, PROMPTS)
-    return found
-
-
-@pytest.fixture
-def cancels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of generations that were cancelled while they ran, once for each time."""
-    found: list[int] = []
-    end = Generation.end
-
-    def spy(self: Generation, reason: Any, error: BaseException | None = None) -> None:
-        if reason == "cancelled" and not self.done:
-            found.append(self.number)
-        end(self, reason, error)
-
-    monkeypatch.setattr(Generation, "end", spy)
     return found
 
 

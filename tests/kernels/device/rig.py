@@ -17,22 +17,21 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 SHAPES = (TileShape(128, 4, 1),) * 2 if INTERPRETED else None
 
 
-def tile_plan(forest: Forest, split: int = SPLIT, window: int = 0) -> TilePlan:
+def tile_plan(forest: Forest, split: int = SPLIT) -> TilePlan:
     group = 2 * forest.q.shape[1] // forest.kv.shape[0]
-    return plan_tiles(forest.works, Tiling(forest.page, group, window, split), forest.scratch)
+    tiling = Tiling(forest.page, group, forest.window, split)
+    return plan_tiles(forest.works, tiling, forest.scratch)
 
 
 def attend(
     forest: Forest,
     *,
     split: int = SPLIT,
-    window: int = 0,
-    softcap: float = 0.0,
     format: str = "none",
     plan: TilePlan | None = None,
 ) -> torch.Tensor:
     """[n, H*D] on the CPU; the forest's fresh rows are written first."""
-    plan = plan or tile_plan(forest, split, window)
+    plan = plan or tile_plan(forest, split)
     heads, dim = forest.q.shape[1:]
     write_kv(forest.kv, torch.from_numpy(plan.slots), forest.fresh)
     kv = KVRows(forest.kv.to(DEVICE))
@@ -45,9 +44,9 @@ def attend(
         DevicePlan.exact(plan, DEVICE),
         Partials(plan.rows.size, heads, dim, DEVICE),
         page_size=forest.page,
-        scale=dim**-0.5,
-        softcap=softcap,
-        window=window,
+        scale=forest.scale or dim**-0.5,
+        softcap=forest.softcap,
+        window=forest.window,
         shapes=SHAPES,
     )
     return out.flatten(1).cpu()

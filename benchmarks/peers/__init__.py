@@ -1,0 +1,1 @@
+"""Peers that run in a process of their own."""
