@@ -1,4 +1,5 @@
-# Every target sets up .venv when it is missing or older than pyproject.toml or constraints.txt.
+# Every target sets up .venv when it is missing or older than pyproject.toml, constraints.txt or the
+# sources of the native kernels, which setting up compiles.
 # After that no target needs a network.
 
 PYTHON ?= python3
@@ -7,7 +8,8 @@ ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-SOURCES := $(wildcard forkserve tests scripts examples benchmarks)
+SOURCES := $(wildcard forkserve tests scripts examples benchmarks hatch_build.py)
+NATIVE := $(wildcard forkserve/kernels/native/*.cpp forkserve/kernels/native/*.h)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format types docs bench gpu clean
@@ -15,7 +17,7 @@ SOURCES := $(wildcard forkserve tests scripts examples benchmarks)
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
-$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh hatch_build.py $(NATIVE)
 	@bash scripts/setup.sh "$(PYTHON)"
 
 setup: $(STAMP) ## install everything into .venv
@@ -54,4 +56,5 @@ gpu: ## GPU kernels: tests and benchmarks
 
 clean: ## remove build products and caches, not .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -f forkserve/kernels/native/*.so
 	find forkserve tests scripts benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,7 +13,17 @@ from rich.console import Console
 
 from benchmarks.measure import Options, Report, Span
 
-NAMES = ("fork", "tick", "pages", "decorator", "fanout", "ttft", "turns", "speed")
+NAMES = (
+    "fork",
+    "tick",
+    "pages",
+    "attention",
+    "decorator",
+    "fanout",
+    "ttft",
+    "turns",
+    "speed",
+)
 
 
 def run(name: str, options: Options) -> Report:

@@ -20,6 +20,7 @@ from forkserve.cli.backends import ENGINE_MODULES, MODEL_MODULE
 from forkserve.cli.record import state_path
 from forkserve.config import ForkServeConfig
 from forkserve.errors import ForkServeError
+from forkserve.kernels.native import library
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,6 +66,7 @@ def examine() -> dict[str, Any]:
         "model_found": model,
         "advice": advice,
         "devices": _devices(),
+        "native_kernels": _native(),
         "measured": {
             "copy_gb_s": _probe("the copy", _copy_gb_s, problems),
             "copy_mb": _COPY_MB,
@@ -92,6 +94,13 @@ def _version(name: str) -> str | None:
 
 def _missing(modules: Sequence[str]) -> list[str]:
     return [name for name in modules if importlib.util.find_spec(name) is None]
+
+
+def _native() -> dict[str, Any]:
+    """Instruction sets that the native kernels can run on here, best first, and the one taken."""
+    why_not = library.available()
+    used = None if why_not else library.load().isa
+    return {"used": used, "instruction_sets": library.supported(), "why_not": why_not}
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -267,6 +276,9 @@ def _rows(found: dict[str, Any], table: Table) -> None:
         table.add_row(device["kind"], f"{device['name']}{cores}{memory}")
     if len(found["devices"]) == 1:
         table.add_row("cuda", "none found")
+    native = found["native_kernels"]
+    sets = ", ".join(native["instruction_sets"])
+    table.add_row("native kernels", native["why_not"] or f"{native['used']} (can run {sets})")
     with_ = measured["with"]
     copy, gemm = measured["copy_gb_s"], measured["gemm_gflop_s"]
     table.add_row("copy", f"{copy} GB/s read and written ({with_}, {measured['copy_mb']} MB)")

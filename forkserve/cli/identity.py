@@ -19,7 +19,7 @@ from forkserve.types import Batch, SampleSpec, SamplingParams, Span, Work
 __all__ = ["TOLERANCE", "Committed", "check_cold", "check_exact"]
 
 # Logits by which a committed token may fall short of the cold choice, per dtype: the room that
-# two orders of summation need.
+# two orders of summation need.  Native kernels have one order, and no room.
 TOLERANCE = {"float32": 0.01, "bfloat16": 0.5}
 
 
@@ -88,7 +88,9 @@ def check_cold(
     engine that has only ever seen this one sequence.
     """
     found = Identity(
-        tolerance=TOLERANCE.get(backend.info.dtype, max(TOLERANCE.values())),
+        tolerance=0.0
+        if backend.info.extra.get("exact")
+        else TOLERANCE.get(backend.info.dtype, max(TOLERANCE.values())),
         method="one cold prefill of the whole conversation, each token teacher-forced",
     )
     pages = range(-(-len(history) // backend.config.page_size))

@@ -7,6 +7,7 @@ batch, not of what was drawn before.  So a fork, a pre-emption or a replay draws
 from __future__ import annotations
 
 import hashlib
+from math import isfinite
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,10 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
-def sample(logits: FloatArray, spec: SampleSpec) -> tuple[int, float | None]:
-    """(token, log p) for logits [V].
+def sample(
+    logits: FloatArray, spec: SampleSpec, largest: int | None = None
+) -> tuple[int, float | None]:
+    """(token, log p) for logits [V].  largest: the lowest id of the largest logit, if known.
 
     temperature 0 takes the largest logit, the lowest id among equals.  Otherwise, in this order:
     the ids that `spec.allowed` permits, temperature, top_k, top_p, min_p, then the inverse of the
@@ -38,10 +41,11 @@ def sample(logits: FloatArray, spec: SampleSpec) -> tuple[int, float | None]:
     params = spec.params
     ids = _allowed(spec, logits.size)
     values = logits if ids is None else logits[ids]
-    top = float(values.max())
-    if not np.isfinite(top):
+    first = largest if largest is not None and ids is None else int(values.argmax())
+    top = float(values[first])  # argmax gives a NaN precedence
+    if not isfinite(top):
         raise BackendError(f"no logit is finite at position {spec.position} (largest: {top})")
-    choice = int(values.argmax()) if params.temperature == 0 else _draw(values, spec)
+    choice = first if params.temperature == 0 else _draw(values, spec)
     token = choice if ids is None else int(ids[choice])
     return token, _log_p(logits, token) if params.logprobs else None
 

@@ -73,6 +73,18 @@ def test_on_a_tiny_model(tmp_path: Path, name: str) -> None:
     assert kept() == before
 
 
+def test_attention(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from forkserve.kernels.native.library import available
+
+    if (reason := available()) is not None:
+        pytest.skip(reason)
+    before = kept()
+    (result,) = quick(tmp_path, "attention")
+    check(result, "attention")
+    assert kept() == before
+
+
 def test_pages_are_exact_even_in_the_quick_form(tmp_path: Path) -> None:
     (result,) = quick(tmp_path, "pages")
     assert [t["value"] for t in result["targets"] if "design" in t["what"]] == [0]

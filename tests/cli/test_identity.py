@@ -24,7 +24,7 @@ class Table:
 
     def __init__(self, rows: dict[int, list[float]]) -> None:
         self.config = ForkServeConfig(page_size=4, capacity_pages=4)
-        self.info = SimpleNamespace(dtype="float32")
+        self.info = SimpleNamespace(dtype="float32", extra={})
         self.rows = rows
         self.passes: list[tuple[int, int, bool]] = []
 

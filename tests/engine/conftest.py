@@ -15,6 +15,7 @@ pytest.importorskip("tokenizers")
 
 from forkserve.config import ForkServeConfig  # noqa: E402
 from forkserve.engine.local import LocalBackend  # noqa: E402
+from forkserve.kernels.native import library  # noqa: E402
 
 VOCAB = 320
 LLAMA3 = {
@@ -25,6 +26,19 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+_absent = library.available()
+KERNELS = [
+    pytest.param("native", marks=pytest.mark.skipif(_absent is not None, reason=str(_absent))),
+    "torch",
+]
+
+
+@pytest.fixture(scope="session", params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> str:
+    """Both implementations of the engine in turn."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -115,7 +129,7 @@ def reference(model: Any, tokens: list[int]) -> Any:
 
 
 def tiny_config(**changes: Any) -> ForkServeConfig:
-    return ForkServeConfig(**{"page_size": 8, "capacity_pages": 128, **changes})
+    return ForkServeConfig(**{"page_size": 16, "capacity_pages": 128, **changes})
 
 
 def smollm2_path() -> Path | None:
@@ -134,7 +148,7 @@ def smollm2_file() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2(smollm2_file: Path) -> Iterator[LocalBackend]:
-    backend = LocalBackend(ForkServeConfig(capacity_pages=256))
+def smollm2(smollm2_file: Path, kernels: str) -> Iterator[LocalBackend]:
+    backend = LocalBackend(ForkServeConfig(capacity_pages=256), kernels=kernels)
     yield backend
     backend.close()

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from forkserve.engine.local import LocalBackend
 from forkserve.types import Batch, SampleSpec, SamplingParams, Span, Work
@@ -98,7 +97,18 @@ def greedy(position: int = 0, **params: Any) -> SampleSpec:
     return SampleSpec(SamplingParams(**params), 0, position, 0, 0)
 
 
+def kv_rows(backend: LocalBackend, first: int = 0, count: int | None = None) -> np.ndarray:
+    """KV rows [layers, 2*Hk, count, D] from slot `first` of the pool on, in whatever layout."""
+    page, info = backend.config.page_size, backend.info
+    capacity = backend.config.capacity_pages * page
+    count = capacity - first if count is None else count
+    span = Span("", range(first // page, backend.config.capacity_pages), 0, count, first % page)
+    shape = (info.extra["layers"], 2 * info.extra["kv_heads"], count, info.extra["head_dim"])
+    word = np.dtype(f"u{backend._kv.dtype.itemsize}")
+    rows = np.frombuffer(backend.read_rows([span]), word).reshape(shape)
+    return rows.view(np.float32) if word.itemsize == 4 else rows
+
+
 def kv_bytes(backend: LocalBackend) -> bytes:
     """The pool's content, scratch rows apart."""
-    rows = backend._kv.rows[:, :, : backend._kv.capacity_rows]
-    return rows.contiguous().view(torch.uint8).numpy().tobytes()
+    return kv_rows(backend).tobytes()

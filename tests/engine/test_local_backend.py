@@ -17,12 +17,13 @@ from forkserve.errors import BackendError, ConfigError
 from forkserve.types import Batch, RowCopy, SampleSpec, SamplingParams, Span, Work
 
 from .conftest import VOCAB, Checkpoints, reference, tiny_config
-from .rig import Rig, greedy, kv_bytes
+from .rig import Rig, greedy, kv_bytes, kv_rows
 
 
 @pytest.fixture
-def backend(checkpoint: Checkpoints) -> Iterator[LocalBackend]:
-    backend = LocalBackend(tiny_config(), checkpoint("llama")[1])
+def backend(checkpoint: Checkpoints, kernels: str) -> Iterator[LocalBackend]:
+    backend = LocalBackend(tiny_config(), checkpoint("llama")[1], kernels=kernels)
+    assert backend.info.extra["kernels"] == kernels
     yield backend
     backend.close()
 
@@ -86,14 +87,14 @@ def test_replay_gives_the_logits_and_writes_nothing(backend: LocalBackend) -> No
 def test_only_named_rows_are_written(backend: LocalBackend) -> None:
     rig = Rig(backend)
     rig.run(rig.work(rig.root(), ids(13)))
-    written = ~torch.isnan(backend._kv.rows[0, 0, : backend._kv.capacity_rows, 0])
-    assert int(written.sum()) == 13
+    written = ~np.isnan(kv_rows(backend))
+    assert (written.sum(2) == 13).all()
 
 
 def test_row_copies_come_first_and_in_order(backend: LocalBackend, checkpoint: Any) -> None:
     """A packed tail: r rows of the parent's last page are copied into the child's first one."""
     model, _ = checkpoint("llama")
-    page, text = backend.config.page_size, ids(page_rows := 8 * 2 + 3)
+    page, text = backend.config.page_size, ids(page_rows := 16 * 2 + 3)
     backend._kv.rows.fill_(float("nan"))
     span = Span("a", [4, 9, 2], 0, page_rows)
     backend.execute(Batch([Work("s", 0, text, 0, (), span)]))
@@ -104,13 +105,14 @@ def test_row_copies_come_first_and_in_order(backend: LocalBackend, checkpoint: A
     want = reference(model, [*text, 5])[-1]
     np.testing.assert_allclose(result.logits, want, atol=1e-4, rtol=0)
     for row in (7 * page + 2, 7 * page + 6, 11 * page + 4):  # r rows moved, not P
-        assert torch.isnan(backend._kv.rows[:, :, row]).all()
+        assert np.isnan(kv_rows(backend, row, 1)).all()
 
 
 def test_an_empty_batch_may_only_copy(backend: LocalBackend) -> None:
-    backend._kv.rows[:, :, 0] = 3.0
+    row = np.full(backend.info.kv_bytes_per_token // 4, 3.0, np.float32).tobytes()
+    backend.write_rows(Span("", [0], 0, 1), row, 0)
     assert backend.execute(Batch([], [RowCopy(0, 0, 1, 0, 1)])).results == []
-    assert (backend._kv.rows[:, :, backend.config.page_size] == 3.0).all()
+    assert (kv_rows(backend, backend.config.page_size, 1) == 3.0).all()
 
 
 def test_sampling_does_not_depend_on_the_batch(backend: LocalBackend) -> None:
@@ -121,9 +123,9 @@ def test_sampling_does_not_depend_on_the_batch(backend: LocalBackend) -> None:
     assert rig.run(*others, rig.work(rig.root(), ids(9, 1), sample=spec))[5].token == alone
 
 
-def test_bfloat16_is_close_to_float32(checkpoint: Checkpoints) -> None:
+def test_bfloat16_is_close_to_float32(checkpoint: Checkpoints, kernels: str) -> None:
     model, folder = checkpoint("qwen2")
-    backend = LocalBackend(tiny_config(), folder, dtype="bfloat16")
+    backend = LocalBackend(tiny_config(), folder, dtype="bfloat16", kernels=kernels)
     assert backend.info.dtype == "bfloat16"
     rig, text = Rig(backend), ids(60)
     node = rig.root()
@@ -149,8 +151,8 @@ def test_errors_leave_the_backend_usable(backend: LocalBackend) -> None:
     assert rig.run(rig.work(rig.root(), [1], logits=True))[0].logits is not None
 
 
-def test_use_after_close(checkpoint: Checkpoints) -> None:
-    backend = LocalBackend(tiny_config(), checkpoint("llama")[1])
+def test_use_after_close(checkpoint: Checkpoints, kernels: str) -> None:
+    backend = LocalBackend(tiny_config(), checkpoint("llama")[1], kernels=kernels)
     backend.close()
     backend.close()
     backend.discard([1])
@@ -164,8 +166,17 @@ def test_settings_are_checked(checkpoint: Checkpoints) -> None:
         LocalBackend(tiny_config(), folder, dtype="float16")
     with pytest.raises(ConfigError, match="threads"):
         LocalBackend(tiny_config(), folder, threads=0)
+    with pytest.raises(ConfigError, match="kernels='cuda' is unknown; auto, native, torch"):
+        LocalBackend(tiny_config(), folder, kernels="cuda")
+    with pytest.raises(ConfigError, match="page_size 8 is not a multiple of 16"):
+        LocalBackend(tiny_config(page_size=8), folder, kernels="native")
+    with pytest.raises(ConfigError, match="'int8' needs the native kernels"):
+        LocalBackend(tiny_config(), folder, dtype="int8", kernels="torch")
     with pytest.raises(ConfigError, match=r"GB.*capacity_pages"):
         LocalBackend(ForkServeConfig(capacity_pages=10**13), folder)
+    plain = LocalBackend(tiny_config(page_size=8), folder)
+    assert plain.info.extra["kernels"] == "torch"
+    assert "multiple of 16" in plain.info.extra["why_torch"]
     small = LocalBackend(tiny_config(max_context=64), folder)
     assert small.info.max_context == 64
     small.close()
@@ -176,8 +187,11 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-def test_memory_follows_live_pages(checkpoint: Checkpoints) -> None:
-    """A large pool costs nothing until rows are written; long freed runs are given back."""
+def test_memory_follows_live_pages() -> None:
+    """A large pool costs nothing until rows are written; long freed runs are given back.
+
+    The native layout is the same but for the order inside a page.
+    """
     from forkserve.engine.local.kv import PagedKV
 
     before = resident_bytes()

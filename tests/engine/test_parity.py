@@ -69,10 +69,10 @@ def close(got: np.ndarray, want: np.ndarray) -> None:
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_cold_shared_forked_restored(
-    checkpoint: Checkpoints, family: str, changes: dict[str, Any]
+    checkpoint: Checkpoints, kernels: str, family: str, changes: dict[str, Any]
 ) -> None:
     model, folder = checkpoint(family, **changes)
-    backend = LocalBackend(tiny_config(), folder)
+    backend = LocalBackend(tiny_config(), folder, kernels=kernels)
     rig = Rig(backend, seed=len(repr(changes)))
     text = ids(100, 1)  # longer than most of the windows
     want = reference(model, text)
@@ -145,7 +145,7 @@ def test_long_shared_trunk_is_read_once(checkpoint: Checkpoints) -> None:
     from forkserve.kernels.plan import plan_attention
 
     model, folder = checkpoint("llama")
-    backend = LocalBackend(tiny_config(), folder)
+    backend = LocalBackend(tiny_config(), folder, kernels="torch")
     rig = Rig(backend)
     trunk = rig.root()
     text = ids(400, 4)

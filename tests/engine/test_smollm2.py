@@ -142,7 +142,8 @@ def test_it_answers(smollm2: LocalBackend) -> None:
 
 def test_bfloat16(smollm2: LocalBackend) -> None:
     """bf16 weights and KV, by the vector route and by the widened one, near float32."""
-    small = LocalBackend(ForkServeConfig(capacity_pages=64), dtype="bfloat16")
+    kernels = smollm2.info.extra["kernels"]
+    small = LocalBackend(ForkServeConfig(capacity_pages=64), dtype="bfloat16", kernels=kernels)
     text = small.tokenizer.encode(TEXT)
     work = Work("s", 0, text, 0, (), None, all_logits=True)
     want = smollm2.execute(Batch([work])).results[0].logits

@@ -64,8 +64,38 @@ def package_files() -> set[str]:
 def test_wheel_holds_every_file(dist: Path) -> None:
     with zipfile.ZipFile(next(dist.glob("*.whl"))) as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert packed == package_files()
+    native = {name for name in packed if name.endswith(".so")}
+    assert packed - native == package_files()
     assert "forkserve/py.typed" in packed
+
+
+def test_wheel_is_for_this_platform_if_it_has_native_kernels(dist: Path) -> None:
+    path = next(dist.glob("*.whl"))
+    with zipfile.ZipFile(path) as wheel:
+        native = [name for name in wheel.namelist() if name.endswith(".so")]
+    assert path.name.endswith("-py3-none-any.whl") is (native == [])
+    assert all(name.startswith("forkserve/kernels/native/libforkserve-") for name in native)
+
+
+def test_wheel_without_native_kernels_is_pure(tmp_path: Path) -> None:
+    run(
+        "env", "FORKSERVE_NATIVE=off", sys.executable, "-m", "build", "--no-isolation",
+        "--wheel", "--outdir", tmp_path, ROOT, cwd=tmp_path,
+    )  # fmt: skip
+    (path,) = tmp_path.glob("*.whl")
+    assert path.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(path) as wheel:
+        assert [name for name in wheel.namelist() if name.endswith(".so")] == []
+
+
+def test_a_missing_compiler_can_be_an_error(tmp_path: Path) -> None:
+    env = {**os.environ, "FORKSERVE_NATIVE": "require", "PATH": "", "CXX": "no-such-compiler"}
+    command = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path)
+    done = subprocess.run(
+        [*command, ROOT], check=False, cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "no C++ compiler" in done.stdout + done.stderr
 
 
 def test_every_folder_with_code_is_a_package() -> None:
@@ -77,7 +107,8 @@ def test_source_archive_holds_package_and_tests_once(dist: Path) -> None:
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert package_files() <= names
-    assert {"pyproject.toml", "LICENSE", "README.md", "tests/conftest.py"} <= names
+    needed = {"pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "tests/conftest.py"}
+    assert needed <= names
     assert [name for name in names if name.split("/")[0] in LINKS] == []
 
 

@@ -1,4 +1,4 @@
-"""The bundled engine: a decoder over paged KV, in PyTorch on the CPU."""
+"""The bundled engine: a decoder over paged KV on the CPU."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from forkserve.clock import Clock, SystemClock
 from forkserve.config import ForkServeConfig
 from forkserve.engine.local.checkpoint import open_checkpoint
 from forkserve.engine.local.cost import CostModel
-from forkserve.engine.local.decoder import Decoder
-from forkserve.engine.local.kv import PagedKV
 from forkserve.engine.local.portable import identity
+from forkserve.engine.local.runner import Floats, Ints, Runner, Setup, make_runner
 from forkserve.engine.protocol import Tokenizer
 from forkserve.engine.sampling import sample
 from forkserve.errors import BackendError, ConfigError
-from forkserve.kernels.plan import plan_attention
 from forkserve.types import Batch, BatchResult, ModelInfo, Span, Work, WorkResult
 
 __all__ = ["LocalBackend"]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WARM_UP_ROWS = 16
+_WARM_UP_SAMPLES = 3
 
 
 class LocalBackend:
     """Satisfies `forkserve.engine.protocol.Backend`.
 
-    model: a GGUF file, a directory of safetensors, or "smollm2".  threads: None leaves torch's
-    own number.  Raises `ModelError` for weights that are missing, corrupt or unsupported.
+    model: a GGUF file, a directory of safetensors, or "smollm2".  dtype: the execution variant:
+    "float32", "bfloat16", or "int8" (native kernels only).  kernels: "native", "torch", or "auto",
+    which takes the native ones where they were built and fit; `info.extra` says what was taken
+    and why.  threads: None leaves torch's own number.  Raises `ModelError` for weights that are
+    missing, corrupt or unsupported.
     """
 
     def __init__(
@@ -41,10 +42,9 @@ class LocalBackend:
         model: str | Path = "smollm2",
         *,
         dtype: str = "float32",
+        kernels: str = "auto",
         threads: int | None = None,
     ) -> None:
-        if dtype not in _DTYPES:
-            raise ConfigError(f"dtype '{dtype}' is not supported; {', '.join(_DTYPES)} are")
         if threads is not None:
             if threads < 1:
                 raise ConfigError(f"threads={threads} is out of range; give at least 1")
@@ -58,27 +58,27 @@ class LocalBackend:
             tokenizer = source.load_tokenizer()
             self.tokenizer: Tokenizer = tokenizer
             eos_ids = source.eos_ids(tokenizer)
-            with torch.inference_mode():
-                self._decoder: Decoder | None = Decoder(source, _DTYPES[dtype], context)
+            setup = Setup(
+                variant=dtype,
+                context=context,
+                page_size=config.page_size,
+                capacity_pages=config.capacity_pages,
+                scratch_rows=max(config.max_batch_tokens, context, _WARM_UP_ROWS),
+                threads=torch.get_num_threads(),
+            )
+            runner, why_torch = make_runner(source, setup, kernels)
             self._files = source.files()
         finally:
             source.close()
         self._spec = spec
-        self._kv = PagedKV(
-            layers=spec.layers,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            page_size=config.page_size,
-            capacity_pages=config.capacity_pages,
-            scratch_rows=max(config.max_batch_tokens, context, _WARM_UP_ROWS),
-            dtype=_DTYPES[dtype],
-        )
+        self._runner: Runner | None = runner
+        self._kv = runner.kv
         self.info = ModelInfo(
             name=source.name,
             vocab_size=spec.vocab,
             max_context=context,
             eos_ids=eos_ids,
-            kv_bytes_per_token=self._kv.bytes_per_token,
+            kv_bytes_per_token=runner.kv.bytes_per_token,
             device="cpu",
             dtype=dtype,
             extra={
@@ -87,19 +87,22 @@ class LocalBackend:
                 "heads": spec.heads,
                 "kv_heads": spec.kv_heads,
                 "head_dim": spec.head_dim,
-                "threads": torch.get_num_threads(),
+                "threads": setup.threads,
+                "kernels": runner.kernels,
+                "instruction_set": getattr(runner, "isa", None),
+                "why_torch": why_torch,
+                "exact": runner.exact,
             },
         )
-        self._cost = self._warm_up()
+        self._cost = self._warm_up(runner)
 
     def execute(self, batch: Batch) -> BatchResult:
         """Do the copies, then one forward pass over all works."""
         begin = self.clock.now_ms()
-        if self._decoder is None:
+        if self._runner is None:
             raise BackendError("this backend is closed")
-        with torch.inference_mode():
-            self._kv.copy(batch.copies)
-            results = self._run(self._decoder, batch.works) if batch.works else []
+        self._kv.copy(batch.copies)
+        results = self._run(self._runner, batch.works) if batch.works else []
         elapsed = self.clock.now_ms() - begin
         rows = sum(len(work.tokens) for work in batch.works)
         if rows:
@@ -113,12 +116,14 @@ class LocalBackend:
 
     def discard(self, pages: Sequence[int]) -> None:
         """Long runs of freed pages go back to the operating system."""
-        if self._decoder is not None:
+        if self._runner is not None:
             self._kv.discard(pages)
 
     def identity(self, weights: Callable[[Sequence[Path]], str]) -> Mapping[str, Any]:
         """What must be equal for stored rows to be ours; see `Portable`."""
-        return identity(self._spec, self.info, self._kv, self._files, weights)
+        if self._runner is None:
+            raise BackendError("this backend is closed")
+        return identity(self._spec, self.info, self._runner, self._files, weights)
 
     def read_rows(self, spans: Sequence[Span]) -> bytearray:
         """Rows of consecutive spans as bytes; see `Portable`."""
@@ -130,26 +135,37 @@ class LocalBackend:
 
     def close(self) -> None:
         """Drop weights and KV.  Idempotent."""
-        self._decoder = None
-        self._kv.close()
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
 
     # -- one pass --------------------------------------------------------------------------
 
-    def _run(self, decoder: Decoder, works: Sequence[Work]) -> list[WorkResult]:
-        kv = self._kv
+    def _run(self, runner: Runner, works: Sequence[Work]) -> list[WorkResult]:
         self._check(works)
-        plan = plan_attention(works, kv.page_size, kv.capacity_rows, self._spec.windows)
-        ids = torch.tensor([token for work in works for token in work.tokens])
-        if int(ids.min()) < 0 or int(ids.max()) >= self.info.vocab_size:
+        ids = np.array([token for work in works for token in work.tokens])
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.info.vocab_size:
             raise BackendError(
-                f"token ids {int(ids.min())}..{int(ids.max())} are outside the vocabulary of "
-                f"{self.info.vocab_size}"
+                f"token ids {low}..{high} are outside the vocabulary of {self.info.vocab_size}"
             )
-        positions = torch.from_numpy(
-            np.concatenate([np.arange(w.start, w.start + len(w.tokens)) for w in works])
-        )
-        hidden = decoder.forward(ids, positions, plan, kv.layers)
-        return self._results(decoder, works, hidden)
+        wanted: list[int] = []
+        parts: list[tuple[int, int]] = []  # each work's range within `wanted`
+        end = 0
+        for work in works:
+            begin, end = end, end + len(work.tokens)
+            if work.all_logits:
+                rows = range(begin, end)
+            else:
+                rows = range(end - 1, end) if work.sample or work.logits else range(0)
+            parts.append((len(wanted), len(wanted) + len(rows)))
+            wanted.extend(rows)
+        keep = any(work.all_logits for work in works)
+        logits, top = runner.run(works, ids.astype(np.int32), wanted, keep)
+        return [
+            _result(work, logits[low:high], top[low:high])
+            for work, (low, high) in zip(works, parts, strict=True)
+        ]
 
     def _check(self, works: Sequence[Work]) -> None:
         """Refuse what would read or write outside the tensors."""
@@ -169,47 +185,30 @@ class LocalBackend:
                 f"{unwritten} replayed rows in one batch; at most {self._kv.scratch_rows} fit"
             )
 
-    def _results(
-        self, decoder: Decoder, works: Sequence[Work], hidden: torch.Tensor
-    ) -> list[WorkResult]:
-        """Logits of the rows that somebody asked for, and samples from them."""
-        wanted: list[int] = []
-        parts: list[tuple[int, int]] = []  # each work's range within `wanted`
-        end = 0
-        for work in works:
-            begin, end = end, end + len(work.tokens)
-            if work.all_logits:
-                rows = range(begin, end)
-            else:
-                rows = range(end - 1, end) if work.sample or work.logits else range(0)
-            parts.append((len(wanted), len(wanted) + len(rows)))
-            wanted.extend(rows)
-        if not wanted:
-            return [WorkResult() for _ in works]
-        logits = decoder.logits(hidden[wanted]).numpy()  # [len(wanted), V]
-        results = []
-        for work, (low, high) in zip(works, parts, strict=True):
-            result = WorkResult()
-            if work.all_logits:
-                result.logits = logits[low:high].copy()
-            elif work.logits:
-                result.logits = logits[high - 1].copy()
-            if work.sample is not None:
-                result.token, result.logprob = sample(logits[high - 1], work.sample)
-            results.append(result)
-        return results
-
-    def _warm_up(self) -> CostModel:
+    def _warm_up(self, runner: Runner) -> CostModel:
         """A first cost model from passes over scratch rows; no page is touched."""
 
         def time(rows: int) -> float:
             work = Work("", 0, [0] * rows, 0, (), None, logits=True)
-            begin = self.clock.now_ms()
-            with torch.inference_mode():
-                assert self._decoder is not None
-                self._run(self._decoder, [work])
-            return self.clock.now_ms() - begin
+            samples = []
+            for _ in range(_WARM_UP_SAMPLES):
+                begin = self.clock.now_ms()
+                self._run(runner, [work])
+                samples.append(self.clock.now_ms() - begin)
+            return min(samples)  # one that was disturbed would overrate every larger pass
 
         rows = min(_WARM_UP_ROWS, self.info.max_context)
         many = time(rows)  # first, since it also pays for touching the weights
         return CostModel(time(1), rows, many)
+
+
+def _result(work: Work, logits: Floats, top: Ints) -> WorkResult:
+    """What the work asked for, from its rows of logits and the ids of their largest."""
+    result = WorkResult()
+    if work.all_logits:
+        result.logits = logits
+    elif work.logits:
+        result.logits = logits[-1].copy()
+    if work.sample is not None:
+        result.token, result.logprob = sample(logits[-1], work.sample, int(top[-1]))
+    return result

@@ -7,7 +7,8 @@ Memory map of one layer (D values a row, Hk = kv heads)::
     head 0 of V | ...
 
 so that a run of consecutive pages is a slice ``[2*Hk, rows, D]`` without a copy.  The scratch rows
-take the fresh K/V of works that may not write (`Work.write` is None).
+take the fresh K/V of works that may not write (`Work.write` is None).  The native kernels keep the
+same map, but for K transposed inside each page (`native.NativeKV`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from forkserve.errors import ConfigError
 from forkserve.kernels.copy_rows import copy_rows
 from forkserve.types import RowCopy, Span
 
-__all__ = ["PagedKV"]
+__all__ = ["PagedKV", "runs_of"]
 
 # Linux value; the mmap module names it only from Python 3.13 on.  Address space is not a promise
 # of memory: an untouched pool costs nothing, and is refused only if it cannot be addressed.
@@ -52,6 +53,7 @@ class PagedKV:
         self.scratch_rows = scratch_rows
         rows = self.capacity_rows + scratch_rows
         self._shape = (layers, 2 * kv_heads, rows, head_dim)
+        self.dtype = dtype
         self._row_bytes = head_dim * dtype.itemsize
         nbytes = math.prod(self._shape) * dtype.itemsize
         area = _reserve(nbytes, capacity_pages, page_size, dtype)
@@ -79,7 +81,7 @@ class PagedKV:
         run = np.frombuffer(out, self._word).reshape(layers, heads, count, dim)
         done = 0
         for span in spans:
-            for row, rows in _runs(span, self.page_size):
+            for row, rows in runs_of(span, self.page_size):
                 run[:, :, done : done + rows] = self._words[:, :, row : row + rows]
                 done += rows
         return out
@@ -88,7 +90,7 @@ class PagedKV:
         """Write the rows from `at` on of a run that `read` gave to the slots of a span."""
         layers, heads, _, dim = self._shape
         run = np.frombuffer(rows, self._word).reshape(layers, heads, -1, dim)
-        for row, count in _runs(span, self.page_size):
+        for row, count in runs_of(span, self.page_size):
             self._words[:, :, row : row + count] = run[:, :, at : at + count]
             at += count
 
@@ -127,7 +129,7 @@ class PagedKV:
                 area.madvise(mmap.MADV_DONTNEED, low, high - low)
 
 
-def _runs(span: Span, size: int) -> Iterator[tuple[int, int]]:
+def runs_of(span: Span, size: int) -> Iterator[tuple[int, int]]:
     """(first row in the pool, rows) of the runs of consecutive pages of a span."""
     done = 0
     while done < span.length:

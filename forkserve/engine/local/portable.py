@@ -7,21 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from forkserve.engine.local.kv import PagedKV
+from forkserve.engine.local.runner import Runner
 from forkserve.engine.local.spec import ModelSpec
 from forkserve.types import ModelInfo
 
 __all__ = ["identity"]
 
-_KERNELS = "segment_attention/v1"  # raise it when an operator changes what it computes
+_KERNELS = "segment_attention/v1"  # torch: raise it when an operator changes what it computes
 
 
 def identity(
     spec: ModelSpec,
     info: ModelInfo,
-    kv: PagedKV,
+    runner: Runner,
     files: Sequence[Path],
     weights: Callable[[Sequence[Path]], str],
 ) -> Mapping[str, Any]:
@@ -34,26 +32,29 @@ def identity(
     del config["ropes"]
     rope = {"tables": tables, "of": list(config.pop("rope_of"))}
     config.pop("context")  # a limit, not a number of the model
+    kv_dtype = str(runner.kv.dtype).removeprefix("torch.")
+    native = runner.kernels == "native"
     return {
         "weights": weights(files),
         "architecture": config.pop("family"),
         "config": config,
         "layout": {
-            "dtype": info.dtype,
+            "dtype": kv_dtype,
             "order": "layer,kv,head,token,dim",
             "shape": [spec.layers, 2, spec.kv_heads, spec.head_dim],
             "vector": spec.head_dim,
-            "row_bytes": kv.bytes_per_token,
+            "row_bytes": runner.kv.bytes_per_token,
         },
-        "kv_dtype": info.dtype,
+        "kv_dtype": kv_dtype,
         "kv_quantization": "none",
         "rope": rope,
         "adapter": "none",
+        # The instruction set is not named: every one gives the same bits.
         "variant": {
-            "engine": "torch",
-            "version": torch.__version__,
-            "kernels": str(info.extra.get("kernels", _KERNELS)),
+            "engine": runner.kernels,
+            "version": runner.version,
+            "kernels": f"{info.dtype} weights" if native else _KERNELS,
             "device": info.device,
-            "determinism": "numeric",
+            "determinism": "exact" if runner.exact else "numeric",
         },
     }

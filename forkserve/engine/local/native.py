@@ -1,0 +1,211 @@
+"""The forward pass on the native kernels: weights from a checkpoint, KV in their layout."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from forkserve.engine.local.checkpoint import Checkpoint
+from forkserve.engine.local.kv import PagedKV, runs_of
+from forkserve.engine.local.runner import Floats, Ints, Setup
+from forkserve.engine.local.spec import FAMILIES
+from forkserve.errors import BackendError
+from forkserve.kernels.native import attention, library
+from forkserve.kernels.native.attention import AttentionPlan, Pool
+from forkserve.kernels.native.forward import Forward, LayerWeights, Shape
+from forkserve.kernels.native.linear import PackedLinear, pack
+from forkserve.types import RowCopy, Span, Work
+
+__all__ = ["NativeRunner"]
+
+VERSION = "native/v1"  # raise it when a bit of any result changes
+_KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
+
+
+class NativeRunner:
+    """Satisfies `Runner`."""
+
+    kernels = "native"
+    exact = True
+    version = VERSION
+
+    def __init__(self, source: Checkpoint, setup: Setup) -> None:
+        spec = source.spec
+        self._library = library.load()
+        self.isa = self._library.isa
+        self._forward: Forward | None = _Loader(source, setup, self._library).forward()
+        self.kv = NativeKV(
+            self._library,
+            layers=spec.layers,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            page_size=setup.page_size,
+            capacity_pages=setup.capacity_pages,
+            scratch_rows=-(-setup.scratch_rows // setup.page_size) * setup.page_size,
+            dtype=_KV_DTYPES[setup.variant],
+        )
+        pages = setup.capacity_pages + self.kv.scratch_rows // setup.page_size
+        plan = AttentionPlan(
+            self._library,
+            kv_heads=spec.kv_heads,
+            group=spec.heads // spec.kv_heads,
+            head_dim=spec.head_dim,
+            page_size=setup.page_size,
+            pages=pages,
+            scratch_page=setup.capacity_pages,
+            threads=setup.threads,
+        )
+        self._plans = [plan] * spec.layers
+        self._buffer = np.empty((0, spec.vocab), np.float32)
+
+    def run(
+        self, works: Sequence[Work], ids: Ints, wanted: Sequence[int], keep: bool
+    ) -> tuple[Floats, Ints]:
+        """See `Runner`."""
+        if self._forward is None:
+            raise BackendError("this backend is closed")
+        tables = attention.gather(works, self.kv.page_size)
+        for plan in dict.fromkeys(self._plans):
+            plan.build(tables)
+        rows = np.array(wanted, np.int32)
+        logits = self._logits(len(rows), keep)
+        return logits, self._forward.run(ids, self._plans, self.kv.pool, rows, logits)
+
+    def _logits(self, count: int, keep: bool) -> Floats:
+        """Memory for the logits; what nobody keeps is reused, which saves its page faults."""
+        if keep:
+            return np.empty((count, self._buffer.shape[1]), np.float32)
+        if len(self._buffer) < count:
+            self._buffer = np.empty((count, self._buffer.shape[1]), np.float32)
+        return self._buffer[:count]
+
+    def close(self) -> None:
+        """See `Runner`."""
+        if self._forward is not None:
+            self._forward.close()
+            for plan in self._plans:
+                plan.close()
+        self._forward = None
+        self.kv.close()
+
+
+class NativeKV(PagedKV):
+    """The same memory with K transposed inside its pages; rows travel in the common order."""
+
+    def __init__(self, native: ctypes.CDLL, **sizes: int | torch.dtype) -> None:
+        super().__init__(**sizes)  # type: ignore[arg-type]
+        self._library = native
+        layers, heads, rows, dim = self._shape
+        bf16 = sizes["dtype"] == torch.bfloat16
+        self.pool = Pool(self.rows.data_ptr(), layers, heads // 2, dim, self.page_size, rows, bf16)
+
+    def copy(self, copies: Sequence[RowCopy]) -> None:
+        """See `PagedKV`."""
+        if copies:
+            attention.copy_rows(self._library, self.pool, copies)
+
+    def read(self, spans: Sequence[Span]) -> bytearray:
+        """See `PagedKV`."""
+        runs = [run for span in spans for run in runs_of(span, self.page_size)]
+        return attention.read_rows(self._library, self.pool, runs)
+
+    def write(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
+        """See `PagedKV`."""
+        runs = list(runs_of(span, self.page_size))
+        attention.write_rows(self._library, self.pool, runs, rows, at)
+
+
+class _Loader:
+    """Reads tensors as float32, one at a time, and packs them."""
+
+    def __init__(self, source: Checkpoint, setup: Setup, native: ctypes.CDLL) -> None:
+        self.source = source
+        self.setup = setup
+        self.library = native
+
+    def forward(self) -> Forward:
+        spec, setup = self.source.spec, self.setup
+        shape = Shape(
+            hidden=spec.hidden,
+            ffn=spec.ffn,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            vocab=spec.vocab,
+            eps=spec.eps,
+            attn_scale=spec.head_dim**-0.5,
+        )
+        cos, sin = self.rope()
+        tied = not self.source.has("head")
+        return Forward(
+            self.library,
+            shape,
+            [self.layer(i, cos, sin) for i in range(spec.layers)],
+            final_norm=self.tensor("final_norm", spec.hidden),
+            head=self.pack(self.tensor("embed" if tied else "head", spec.vocab, spec.hidden)),
+            embed=None if tied else self.embed(),
+            threads=setup.threads,
+        )
+
+    def rope(self) -> tuple[Floats, Floats]:
+        """cos, sin [context, D/2] of float32 angles, the same on every machine.
+
+        Vector units differ in the last bit of a float32 cosine; rounded from float64 it is one.
+        """
+        spec, factors = self.source.spec, None
+        if self.source.has("rope_factors"):
+            factors = torch.from_numpy(self.tensor("rope_factors", spec.head_dim // 2))
+        positions = np.arange(self.setup.context, dtype=np.float32)
+        angle = np.outer(positions, spec.inv_freq(factors).numpy()).astype(np.float64)
+        return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+    def tensor(self, name: str, *shape: int) -> Floats:
+        out = np.empty(shape, np.float32)
+        self.source.read(name, torch.from_numpy(out))
+        return out
+
+    def embed(self) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16 | np.float32]]:
+        """Rows of the embedding, which are read one by one: int8 would save nothing."""
+        rows = self.tensor("embed", self.source.spec.vocab, self.source.spec.hidden)
+        if self.setup.variant == "float32":
+            return rows
+        return torch.from_numpy(rows).bfloat16().view(torch.uint16).numpy()
+
+    def pack(self, weight: Floats, bias: Floats | None = None) -> PackedLinear:
+        return pack(self.library, weight, bias, self.setup.variant, self.setup.threads)
+
+    def linear(self, i: int, sizes: dict[str, int], k: int, bias: bool | None) -> PackedLinear:
+        """The named products of layer i as one; bias None: if the checkpoint has one."""
+        names = [f"{i}.{name}" for name in sizes]
+        if bias is None:
+            bias = self.source.has(f"{names[0]}.bias")
+        weight = np.empty((sum(sizes.values()), k), np.float32)
+        shift = np.empty(len(weight), np.float32) if bias else None
+        low = 0
+        for name, size in zip(names, sizes.values(), strict=True):
+            self.source.read(name, torch.from_numpy(weight[low : low + size]))
+            if shift is not None:
+                self.source.read(f"{name}.bias", torch.from_numpy(shift[low : low + size]))
+            low += size
+        return self.pack(weight, shift)
+
+    def layer(self, i: int, cos: Floats, sin: Floats) -> LayerWeights:
+        spec, family = self.source.spec, FAMILIES[self.source.spec.family]
+        q, k = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        e, f = spec.hidden, spec.ffn
+        return LayerWeights(
+            attn_norm=self.tensor(f"{i}.attn_norm", e),
+            qkv=self.linear(i, {"q": q, "k": k, "v": k}, e, family.qkv_bias),
+            out=self.linear(i, {"o": e}, q, None),
+            ffn_norm=self.tensor(f"{i}.ffn_norm", e),
+            gate=self.linear(i, {"gate": f}, e, None),
+            up=self.linear(i, {"up": f}, e, None),
+            down=self.linear(i, {"down": e}, f, None),
+            cos=cos,
+            sin=sin,
+            q_norm=self.tensor(f"{i}.q_norm", spec.head_dim) if family.qk_norm else None,
+            k_norm=self.tensor(f"{i}.k_norm", spec.head_dim) if family.qk_norm else None,
+        )

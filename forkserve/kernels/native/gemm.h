@@ -1,0 +1,47 @@
+// Linear layers y = x w^T with weights packed for it, in float32, bfloat16 and int8.
+//
+// Lanes of a vector are distinct outputs, and k runs from 0 to K - 1 in blocks of a fixed size: an
+// output's bits depend on its row of x and its row of w alone, whatever the number of rows, how
+// they are tiled, the instruction set or the number of threads.  x is float32 throughout: integers
+// with one scale a row or a block for x too would cost three times the accuracy.
+#pragma once
+
+#include <cstdint>
+
+#include "simd.h"
+
+namespace fs {
+
+constexpr int PANEL = 48;      // outputs packed together
+constexpr int I8_BLOCK = 32;  // weights of an output that share a scale
+
+enum Kind { F32 = 0, BF16 = 1, I8 = 2 };
+
+// Weights [n][k] as panels of 48 outputs, the last one padded with zeros:
+//   F32, BF16  [n/48][k][48]
+//   I8         [n/48][k/32] blocks of [32][48] integers, then [48] scales in bfloat16; a weight is
+//              integer * scale.  The last block is padded with zeros.
+struct Packed {
+    const void* data;
+    const float* bias;  // [panels * 48], or null
+    int n, k;
+    int kind;
+
+    int panels() const { return (n + PANEL - 1) / PANEL; }
+};
+
+// Row `index` of the weights as float32 [k]: the embedding of a token.
+void unpack_row(const Packed& w, int64_t index, float* out);
+
+// Outputs of panels [begin, end) for `rows` rows of x, x_stride floats apart:
+// y[row][output] = product + bias, or += with `add`.
+void linear(const Packed& w, const float* x, int64_t x_stride, int rows, int begin, int end,
+            float* y, int64_t y_stride, bool add);
+
+}  // namespace fs
+
+FS_API int64_t fs_packed_bytes(int kind, int64_t n, int64_t k);
+// w: float32 [n][k].  bfloat16 is rounded to nearest even.
+FS_API void fs_pack(int kind, const float* w, int64_t n, int64_t k, void* data, int threads);
+// For tests: y [m][n] = x [m][k] w^T on a team of its own.
+FS_API void fs_linear(const fs::Packed* w, const float* x, int64_t m, float* y, int threads);
