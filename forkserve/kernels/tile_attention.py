@@ -50,9 +50,20 @@ class TileShape:
 
 
 class Partials:
-    """Scratch for parts of results: o [slots, H, D] and lse [slots, H] in float32."""
+    """Scratch for parts of results: o [slots, H, D] and lse [slots, H] in float32.
 
-    def __init__(self, slots: int, heads: int, dim: int, device: torch.device | str) -> None:
+    out: where results go, if not to a new tensor each time.  Rows without tiles keep what it holds.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        heads: int,
+        dim: int,
+        device: torch.device | str,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        self.out = out
         self.o = torch.empty(slots, heads, dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(slots, heads, dtype=torch.float32, device=device)
 
@@ -71,12 +82,14 @@ def attend_tiles(
 ) -> torch.Tensor:
     """q [n, H, D] rotated, fresh rows of `kv` written -> [n, H, D] of q's dtype.
 
-    Rows that the plan does not name stay unwritten.  The last two axes of q must be contiguous.
+    Rows that the plan does not name are not written.  The last two axes of q must be contiguous.
     shapes: of small and large tiles, by default `TileShape.of`.
     """
     n, heads, dim = q.shape
     group = heads // (kv.rows.shape[0] // 2)
-    out = torch.empty(n, heads, dim, dtype=q.dtype, device=q.device)
+    out = partials.out
+    if out is None:
+        out = torch.empty(n, heads, dim, dtype=q.dtype, device=q.device)
     code = FORMATS[kv.format][0]
     hip = torch.version.hip is not None
     chosen = shapes or tuple(

@@ -27,7 +27,7 @@ class _Branch:
     above: tuple[Span, ...]
     key: Hashable
     own: int  # rows of its own segment in the context
-    pages: list[int]  # of its own segment, as far as the rows planned so far
+    pages: list[int]  # of the rows of its own segment, the fresh one among them
     start: int
 
 
@@ -41,7 +41,7 @@ class TilePlanner:
         self._size = next(iter(self._tilings.values())).page_size
         self._plans: dict[int, TilePlan] = {}
         self._branches: list[_Branch] = []
-        self._held: list[tuple[Span, list[int]]] = []
+        self._held: list[tuple[Span, Sequence[int]]] = []
         self._tiles: dict[int, Longs] = {}  # of each branch, by window: see `draft_tiles`
         self._room = 0  # rows that every branch may still add
         self.made = 0
@@ -64,19 +64,26 @@ class TilePlanner:
         self._room = 0
         if any(len(work.tokens) != 1 or work.write is None for work in works):
             return
-        held: dict[int, tuple[Span, list[int]]] = {}
+        held: dict[int, tuple[Span, Sequence[int]]] = {}
         for work in works:
             assert work.write is not None
             above, key, own = work.context, work.write.key, 0
+            pages: list[int] = []
             if above and above[-1].key == key:
-                above, own = above[:-1], above[-1].length
+                own, pages = above[-1].length, self._pages(above[-1])
+                above = above[:-1]
             for span in above:
                 if id(span) not in held:
-                    held[id(span)] = (span, list(span.pages))
-            pages = list(work.write.pages[: work.write.offset // self._size + 1])
+                    held[id(span)] = (span, span.pages[:])
+            pages += self._pages(work.write)[own > 0 and work.write.offset % self._size > 0 :]
             self._branches.append(_Branch(above, key, own, pages, work.start))
         self._held = list(held.values())
         self._room = min(tiling.room for tiling in self._tilings.values())
+
+    def _pages(self, span: Span) -> list[int]:
+        """The pages of its rows."""
+        first, end = span.offset // self._size, -(-(span.offset + span.length) // self._size)
+        return list(span.pages[first:end])
 
     def _grow(self, works: Sequence[Work]) -> bool:
         """Whether `works` are those of the plan, a row further each; then the plans are grown."""
@@ -99,18 +106,15 @@ class TilePlanner:
                 or context[:-1] != branch.above
             ):
                 return False
-            number = write.offset // size
-            known = len(branch.pages)
-            if write.pages[:known] != branch.pages or number > known:
+            page, within = write.pages[write.offset // size], write.offset % size
+            if self._pages(context[-1]) != branch.pages or (within and page != branch.pages[-1]):
                 return False
-            slots.append(write.pages[number] * size + write.offset % size)
-        for work, branch in zip(works, self._branches, strict=True):
-            assert work.write is not None
+            slots.append(page * size + within)
+        for branch, slot in zip(self._branches, slots, strict=True):
             branch.start += 1
             branch.own += 1
-            number = work.write.offset // size
-            if number == len(branch.pages):
-                branch.pages.append(work.write.pages[number])
+            if slot % size == 0:
+                branch.pages.append(slot // size)
         rows = np.array(slots, np.int64)
         for window, plan in self._plans.items():
             _extend(plan, self._tiles[window], rows, self._tilings[window])
