@@ -18,6 +18,7 @@ NAMES = (
     "tick",
     "pages",
     "attention",
+    "tiles",
     "decorator",
     "fanout",
     "ttft",

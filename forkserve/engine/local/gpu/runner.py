@@ -109,10 +109,11 @@ class GpuRunner:
                 hidden = self._forward(decoder, plans, ids)
                 rows = decoder.logits(hidden[list(wanted)])
             self._refuse()
-            if not wanted:
-                self.drawn = {}
-                return rows.cpu().numpy(), np.empty(0, np.int32)
-            return DeviceRows(rows), self._draw(works, wanted, rows)
+            self.drawn = {}
+            top = self._draw(works, wanted, rows) if wanted else np.empty(0, np.int32)
+            if self.device.graphs:  # rows are written when this returns, and faults show here
+                torch.cuda.current_stream(self.device.torch).synchronize()
+            return DeviceRows(rows), top
 
     def close(self) -> None:
         """See `Runner`."""
