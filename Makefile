@@ -47,12 +47,8 @@ docs: $(STAMP) ## write docs/reference.md from the code, then check every page
 bench: $(STAMP) ## run the benchmarks
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-gpu: ## GPU kernels: tests and benchmarks
-	@if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then \
-	  echo "This version of ForkServe has no GPU kernels yet: nothing was run."; \
-	else \
-	  echo "No CUDA GPU found (nvidia-smi lists none): nothing was run."; \
-	fi
+gpu: ## GPU kernels: tests and benchmarks, with PYTHON as it is (torch, triton, numpy, rich, pytest)
+	@$(PYTHON) -m benchmarks.gpu
 
 clean: ## remove build products and caches, not .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -15,7 +15,7 @@ from benchmarks.measure import ROOT, Options, Report, Span
 from benchmarks.plot import draw
 
 NAMES = (
-    *("fork", "tick", "pages", "attention", "decorator", "trees", "trajectories"),
+    *("fork", "tick", "pages", "attention", "tiles", "decorator", "trees", "trajectories"),
     *("variants", "fanout", "ttft", "turns", "speed", "store"),
 )
 

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from forkserve.kernels.forest import Use, stretches
 from forkserve.types import Span, Work
 
 __all__ = ["Plan", "Task", "plan_attention", "span_rows"]
@@ -98,16 +99,6 @@ class _Item:
     band: list[Piece]
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """Item `index` sees rows [low, high) of a span."""
-
-    index: int
-    span: Span
-    low: int
-    high: int
-
-
 def span_rows(span: Span, page_size: int, length: int | None = None) -> Rows:
     """KV rows of the first `length` (default all) rows of `span`."""
     length = span.length if length is None else length
@@ -149,7 +140,7 @@ def _tasks(
 ) -> tuple[Task, ...]:
     """The tasks of layers with one window (0: none)."""
     items: list[_Item] = []
-    users: dict[Hashable, list[_Use]] = {}
+    users: dict[Hashable, list[Use]] = {}
     first = 0
     for work, rows in zip(works, slots, strict=True):
         if window:
@@ -159,7 +150,7 @@ def _tasks(
         else:
             for span in work.context:
                 if span.length:
-                    use = _Use(len(items), span, 0, span.length)
+                    use = Use(len(items), span, 0, span.length)
                     users.setdefault(span.key, []).append(use)
             items.append(_Item(first, rows.size, work.start, rows, [], []))
         first += rows.size
@@ -184,7 +175,7 @@ def _see(
     item: _Item,
     work: Work,
     slots: Rows,
-    users: dict[Hashable, list[_Use]],
+    users: dict[Hashable, list[Use]],
     index: int,
     page_size: int,
     window: int,
@@ -200,7 +191,7 @@ def _see(
         if middle > low:
             item.band.append((span.start + low, span_rows(span, page_size, middle)[low:]))
         if high > middle:
-            users.setdefault(span.key, []).append(_Use(index, span, middle, high))
+            users.setdefault(span.key, []).append(Use(index, span, middle, high))
     low, middle, high = (max(position - work.start, 0) for position in (first, common, item.start))
     if middle > low:
         item.band.append((work.start + low, slots[low:middle]))
@@ -223,32 +214,16 @@ def _band_task(item: _Item, window: int) -> Task:
     return Task(queries, count, _where(rows), rows.size, mask=mask)
 
 
-def _share(items: list[_Item], users: dict[Hashable, list[_Use]], page_size: int) -> list[Task]:
-    """Tasks for the runs that several works attend to; the rest becomes private to its work.
-
-    Spans of one key start at the same row and may end at different ones: [0, shortest) is shared
-    by all, the next stretch by those that reach further, and so on; windows cut the other end in
-    the same way.  Stretches with the same users, such as the turns of one conversation, are planned
-    together.
-    """
-    stretches: dict[tuple[int, ...], list[Piece]] = {}
-    for using in users.values():
-        longest = max(using, key=lambda use: use.high)
-        rows = span_rows(longest.span, page_size, longest.high)
-        edges = sorted({use.low for use in using} | {use.high for use in using})
-        for low, high in pairwise(edges):
-            sharing = tuple(u.index for u in using if u.low <= low and u.high >= high)
-            if sharing:
-                piece = (longest.span.start + low, rows[low:high])
-                stretches.setdefault(sharing, []).append(piece)
+def _share(items: list[_Item], users: dict[Hashable, list[Use]], page_size: int) -> list[Task]:
+    """Tasks for the runs that several works attend to; the rest becomes private to its work."""
     tasks = []
-    for indices, pieces in stretches.items():
+    for indices, parts in stretches(users).items():
         members = [items[index] for index in indices]
+        pieces = [(s.start + low, span_rows(s, page_size, high)[low:]) for s, low, high in parts]
         if (len(members) - 1) * sum(piece.size for _, piece in pieces) <= FOLD:
             for item in members:
                 item.private += pieces
             continue
-        pieces.sort(key=lambda piece: piece[0])
         queries = _where(np.concatenate([_query_rows(item) for item in members]))
         n_rows = sum(item.n for item in members)
         tasks += _context_tasks(queries, n_rows, _runs(pieces))

@@ -3,6 +3,8 @@
 Each task of a plan gives (o, lse) for its query rows over one run of KV; results of a row are
 merged by log-sum-exp.  A trunk under k branches is one task: its KV is read once for the rows of
 all k.  Query heads of one KV head are stacked as further query rows.
+
+On a GPU the same operator is a Triton kernel: `forkserve.kernels.tile_attention`.
 """
 
 from __future__ import annotations

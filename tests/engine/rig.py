@@ -47,7 +47,8 @@ class Rig:
         self.free = list(range(backend.config.capacity_pages))
         self.random = random.Random(seed)
         self.random.shuffle(self.free)
-        backend._kv.rows.fill_(float("nan"))
+        rows = backend._kv.rows
+        (rows if rows.is_floating_point() else backend._kv.scales).fill_(float("nan"))
 
     def root(self) -> Node:
         return Node((), 0, self.random.randrange(self.page))

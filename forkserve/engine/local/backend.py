@@ -32,8 +32,10 @@ class LocalBackend:
     model: a GGUF file, a directory of safetensors, or "smollm2".  dtype: the execution variant:
     "float32", "bfloat16", or "int8" (native kernels only).  kernels: "native", "torch", or "auto",
     which takes the native ones where they were built and fit; `info.extra` says what was taken
-    and why.  threads: None leaves torch's own number.  Raises `ModelError` for weights that are
-    missing, corrupt or unsupported.
+    and why.  threads: None leaves torch's own number.  device: "cuda" or "cuda:1" runs on a GPU, on
+    Triton kernels (docs/kernels.md).  kv: "int8" or "fp8" keeps KV rows in 8 bits there.  debug:
+    refuse to write rows that the same batch reads (GPU; slower).  Raises `ModelError` for weights
+    that are missing, corrupt or unsupported, `ConfigError` for a device that is not there.
     """
 
     def __init__(
@@ -44,6 +46,9 @@ class LocalBackend:
         dtype: str = "float32",
         kernels: str = "auto",
         threads: int | None = None,
+        device: str = "cpu",
+        kv: str = "none",
+        debug: bool = False,
     ) -> None:
         if threads is not None:
             if threads < 1:
@@ -65,6 +70,9 @@ class LocalBackend:
                 capacity_pages=config.capacity_pages,
                 scratch_rows=max(config.max_batch_tokens, context, _WARM_UP_ROWS),
                 threads=torch.get_num_threads(),
+                device=device,
+                kv=kv,
+                debug=debug,
             )
             runner, why_torch = make_runner(source, setup, kernels)
             self._files = source.files()
@@ -79,7 +87,7 @@ class LocalBackend:
             max_context=context,
             eos_ids=eos_ids,
             kv_bytes_per_token=runner.kv.bytes_per_token,
-            device="cpu",
+            device=device,
             dtype=dtype,
             extra={
                 "family": spec.family,
@@ -92,6 +100,7 @@ class LocalBackend:
                 "instruction_set": getattr(runner, "isa", None),
                 "why_torch": why_torch,
                 "exact": runner.exact,
+                "kv": kv,
             },
         )
         self._cost = self._warm_up(runner)
@@ -168,8 +177,9 @@ class LocalBackend:
             wanted.extend(rows)
         keep = any(work.all_logits for work in works)
         logits, top = runner.run(works, ids.astype(np.int32), wanted, keep)
+        drawn: Mapping[int, tuple[int, float]] = getattr(runner, "drawn", {})
         return [
-            _result(work, logits[low:high], top[low:high])
+            _result(work, logits[low:high], top[low:high], drawn.get(high - 1))
             for work, (low, high) in zip(works, parts, strict=True)
         ]
 
@@ -208,14 +218,22 @@ class LocalBackend:
         return CostModel(time(1), rows, many)
 
 
-def _result(work: Work, logits: Floats, top: Ints) -> WorkResult:
-    """What the work asked for, from its rows of logits and the ids of their largest."""
+def _result(
+    work: Work, logits: Floats, top: Ints, drawn: tuple[int, float] | None = None
+) -> WorkResult:
+    """What the work asked for, from its rows of logits and the ids of their largest.
+
+    drawn: token and log p, where the runner has drawn already.
+    """
     result = WorkResult()
     if work.all_logits:
-        result.logits = logits
+        result.logits = np.asarray(logits)
     elif work.logits:
         result.logits = logits[-1].copy()
-    if work.sample is not None:
+    if work.sample is not None and drawn is not None:
+        result.token = drawn[0]
+        result.logprob = drawn[1] if work.sample.params.logprobs else None
+    elif work.sample is not None:
         row = logits[-1]
         result.token, result.logprob = sample(row, work.sample, int(top[-1]))
         result.top = top_logprobs(row, work.sample.params.top_logprobs)

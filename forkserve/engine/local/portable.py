@@ -46,7 +46,7 @@ def identity(
             "row_bytes": runner.kv.bytes_per_token,
         },
         "kv_dtype": kv_dtype,
-        "kv_quantization": "none",
+        "kv_quantization": str(info.extra.get("kv", "none")),
         "rope": rope,
         "adapter": "none",
         # The instruction set is not named: every one gives the same bits.

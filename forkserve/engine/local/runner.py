@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from forkserve.engine.local.spec import ModelSpec
 from forkserve.errors import BackendError, ConfigError
 from forkserve.kernels.native import library
 from forkserve.types import Work
+
+if TYPE_CHECKING:
+    from forkserve.engine.local.gpu.kv import DeviceKV
 
 __all__ = ["KERNELS", "VARIANTS", "Runner", "Setup", "make_runner"]
 
@@ -38,7 +41,7 @@ class Runner(Protocol):
     exact: bool
 
     @property
-    def kv(self) -> PagedKV:
+    def kv(self) -> PagedKV | DeviceKV:
         """The KV that `run` writes."""
         ...
 
@@ -58,7 +61,11 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a runner is made for.  context: positions; scratch_rows: replayed rows of a batch."""
+    """What a runner is made for.  context: positions; scratch_rows: replayed rows of a batch.
+
+    device: "cpu", "cuda", "cuda:1".  kv: 8-bit format of KV rows, or "none" for the variant's own.
+    debug: refuse writes to rows that the batch reads (GPU).
+    """
 
     variant: str
     context: int
@@ -66,6 +73,9 @@ class Setup:
     capacity_pages: int
     scratch_rows: int
     threads: int
+    device: str = "cpu"
+    kv: str = "none"
+    debug: bool = False
 
 
 def make_runner(source: Checkpoint, setup: Setup, kernels: str) -> tuple[Runner, str | None]:
@@ -79,6 +89,10 @@ def make_runner(source: Checkpoint, setup: Setup, kernels: str) -> tuple[Runner,
         raise ConfigError(f"kernels='{kernels}' is unknown; {', '.join(KERNELS)} are the choices")
     if setup.variant not in VARIANTS:
         raise ConfigError(f"dtype '{setup.variant}' is not supported; {', '.join(VARIANTS)} are")
+    if setup.device != "cpu":
+        return _gpu_runner(source, setup, kernels), None
+    if setup.kv != "none":
+        raise ConfigError(f"kv='{setup.kv}' needs a GPU: on the CPU rows are in the model's dtype")
     reason = None
     if kernels != "torch":
         reason = _unfit(source.spec, setup)
@@ -103,6 +117,15 @@ def make_runner(source: Checkpoint, setup: Setup, kernels: str) -> tuple[Runner,
     from forkserve.engine.local.torch_runner import TorchRunner
 
     return TorchRunner(source, setup), reason
+
+
+def _gpu_runner(source: Checkpoint, setup: Setup, kernels: str) -> Runner:
+    if kernels != "auto":
+        raise ConfigError(f"kernels='{kernels}' runs on the CPU; leave it out with a GPU")
+    from forkserve.engine.local.gpu.device import find_device
+    from forkserve.engine.local.gpu.runner import GpuRunner
+
+    return GpuRunner(source, setup, find_device(setup.device, setup.variant))
 
 
 def _unfit(spec: ModelSpec, setup: Setup) -> str | None:

@@ -1,0 +1,1 @@
+"""Benchmarks of the Triton kernels; needs torch, Triton, numpy and rich only."""

@@ -1,0 +1,226 @@
+"""``python -m benchmarks.gpu``: kernel tests on the GPU, then benchmarks, within eight minutes.
+
+Uses the interpreter it is started with and what is installed there: torch, Triton, numpy, rich and
+pytest.  Where the engine's dependencies are installed too, the engine's tests run as well.  Without
+a CUDA GPU it says so and does nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+LIMIT_S = 480.0
+NEEDED = ("torch", "triton", "numpy", "rich", "pytest")
+
+
+def probe() -> dict[str, Any] | None:
+    """The GPU that torch sees, or None."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "torch_device": "cuda",
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gb": round(properties.total_memory / 1e9, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "driver": _driver(),
+        "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else torch.version.cuda,
+    }
+
+
+def _driver() -> str:
+    try:
+        call = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(call, check=False, capture_output=True, text=True)
+        return done.stdout.strip().split("\n")[0] or "unknown"
+    except OSError:
+        return "unknown"
+
+
+def kernel_tests(seconds: float, *chosen: str) -> dict[str, Any]:
+    """The tests under tests/kernels/device, in a process of their own.
+
+    chosen: arguments for pytest.  By default the whole grid of attention runs if pytest-xdist is
+    there to spread the compiling over processes, else a sample of it.
+    """
+    call = [sys.executable, "-m", "pytest", "-q", "-c", "benchmarks/gpu/pytest.ini"]
+    call += ["--rootdir", str(ROOT), "--confcutdir", "tests/kernels", "tests/kernels/device"]
+    if chosen:
+        call += chosen
+    elif importlib.util.find_spec("xdist"):
+        call += ["-n", str(min(8, os.cpu_count() or 1))]
+    else:
+        call += ["-m", "not long"]
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run(
+            call,
+            check=False,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+        output, status = done.stderr + done.stdout, done.returncode  # its last line counts
+    except subprocess.TimeoutExpired as error:
+        output, status = f"stopped after {error.timeout:.0f} s", 1
+    lines = output.strip().splitlines() or ["no output"]
+    passed = status == 0
+    if not passed:
+        print("\n".join(lines[-40:]), file=sys.stderr)
+    wall = round(time.perf_counter() - begin, 1)
+    return {"passed": passed, "summary": lines[-1], "wall_s": wall}
+
+
+def benchmarks(found: dict[str, Any], end: float, sizes: Any, scale: float) -> dict[str, Any]:
+    """Every table, row by row while there is time; what was left out is said."""
+    import torch
+
+    from benchmarks.gpu import attention
+    from benchmarks.gpu.timing import ceiling
+
+    device = torch.device(found["torch_device"])
+    with torch.inference_mode():
+        top = ceiling(device, scale)
+        tables: dict[str, Any] = {
+            "ceiling": {"copy_gb_s": top.copy_gbs, "gemm_bf16_tflop_s": top.gemm_tflops},
+            "left_out": [],
+        }
+        jobs: dict[str, Callable[..., Any]] = {
+            "paged": attention.paged,
+            "trees": attention.trees,
+            "tuning": attention.tuning,
+        }
+        for name, job in jobs.items():
+            tables[name] = []
+            for row in job(sizes, device, top):
+                tables[name].append(row)
+                if time.perf_counter() > end:
+                    tables["left_out"].append(f"{name} after {len(tables[name])} rows")
+                    break
+    return tables
+
+
+def goals(tables: dict[str, Any]) -> list[dict[str, Any]]:
+    """The goals of the GPU row, and what was reached."""
+    paged = [row for row in tables.get("paged", ()) if row["goal"]]
+    trees = [row for row in tables.get("trees", ()) if row["goal"]]
+    wide = [row for row in tables.get("trees", ()) if row["k"] >= 4]
+    beside = [min(r["over_flat"], r["over_sdpa"] or r["over_flat"]) for r in wide]
+    rows = [
+        ("paged decode, least share of copy bandwidth", 0.8, [r["share"] for r in paged]),
+        ("tree decode where memory-bound, least share of ideal", 0.7, [r["share"] for r in trees]),
+        ("k >= 4: least speed-up over flat paging and over SDPA", 1.0, beside),
+    ]
+    return [
+        {"what": what, "goal": goal, "value": min(values), "met": min(values) >= goal}
+        for what, goal, values in rows
+        if values
+    ]
+
+
+def show(result: dict[str, Any]) -> None:
+    """Tables on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    for name in ("paged", "trees", "tuning", "goals"):
+        rows = result.get(name) or []
+        if not rows:
+            continue
+        table = Table(title=name)
+        for column in rows[0]:
+            table.add_column(column)
+        for row in rows:
+            cells = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
+            table.add_row(*cells)
+        console.print(table)
+    console.print(result["ceiling"], result["tests"])
+
+
+def main(
+    *,
+    sizes: Any = None,
+    scale: float = 1.0,
+    results: Path = RESULTS,
+    tests: tuple[str, ...] = (),
+) -> int:
+    """0 if there is no GPU, or if the tests pass; a missed goal is a result.
+
+    sizes, scale, tests: smaller, for a trial of the program itself.
+    """
+    begin = time.perf_counter()
+    found = probe()
+    if found is None and _driver() != "unknown":
+        wrong = f"nvidia-smi lists a GPU, but {sys.executable} has no torch that sees it"
+        print(f"{wrong}; run `make gpu PYTHON=...` with one that has.", file=sys.stderr)
+        return 1
+    if found is None:
+        print("No CUDA GPU found (nvidia-smi and torch see none): nothing was run.")
+        return 0
+    if os.environ.get("TRITON_INTERPRET") == "1" and found["torch_device"] != "cpu":
+        print("TRITON_INTERPRET=1 is set: kernels would not run on the GPU.", file=sys.stderr)
+        return 1
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"`make gpu` needs {', '.join(missing)} beside {sys.executable}.", file=sys.stderr)
+        return 1
+    import torch
+    import triton
+
+    from benchmarks.gpu.attention import Sizes
+    from benchmarks.machine import commit
+
+    print(f"{found['device']}: kernel tests", flush=True)
+    tested = kernel_tests(LIMIT_S / 2, *tests)
+    print("benchmarks", flush=True)
+    # A row that has begun is finished, and kernels compile: a margin of a tenth.
+    tables = benchmarks(found, begin + 0.9 * LIMIT_S, sizes or Sizes(), scale)
+    result = {
+        **found,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "command": "make gpu",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        },
+        "tests": tested,
+        **tables,
+        "goals": goals(tables),
+        "wall_s": round(time.perf_counter() - begin, 1),
+    }
+    show(result)
+    results.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
+    place = results / f"{name}.json"
+    place.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"kept in {place}")
+    return 0 if tested["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Decode attention on a GPU: paged without sharing, and over trees."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.gpu.shapes import AGENTS, FASTTREE, HEADS, Batch, Tree, batch, flat, works_of
+from benchmarks.gpu.timing import Ceiling, milliseconds
+from forkserve.kernels.plan import span_rows
+from forkserve.kernels.quant import KVRows
+from forkserve.kernels.tile_attention import Partials, TileShape, attend_tiles
+from forkserve.kernels.tile_plans import DevicePlan
+from forkserve.kernels.tiles import SPLIT, Tiling, plan_tiles
+from forkserve.types import Work
+
+__all__ = ["PAGED", "Sizes", "paged", "trees", "tuning"]
+
+PAGE = 16
+# Sequences x context; GQA 8:1 over heads of 128, as the goal states it.
+PAGED = tuple(itertools.product((1, 8, 32), (1024, 8192, 32768)))
+PAGED_HEADS = (64, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is run: the whole, or a trial of it."""
+
+    paged: Sequence[tuple[int, int]] = PAGED
+    trees: Sequence[Tree] = (*FASTTREE, *AGENTS)
+    heads: Sequence[tuple[int, int]] = HEADS
+    dim: int = 128
+    splits: Sequence[int] = (256, 512, 1024)
+    tuned: tuple[int, int] = (8, 8192)
+    shapes: Sequence[TileShape] = (
+        TileShape(32, 4, 4),
+        TileShape(64, 4, 3),
+        TileShape(64, 4, 2),
+        TileShape(64, 8, 3),
+        TileShape(128, 8, 3),
+    )
+    budget_s: float = 0.25
+
+
+class Problem:
+    """Tensors of one batch on the device; rows of K and V random, in bfloat16."""
+
+    def __init__(self, made: Batch, heads: tuple[int, int], dim: int, device: torch.device) -> None:
+        self.made, self.heads, self.dim, self.device = made, heads, dim, device
+        query, kv = heads
+        torch.manual_seed(0)
+        kind = {"dtype": torch.bfloat16, "device": device}
+        self.kv = KVRows(torch.randn(2 * kv, made.pages * PAGE, dim, **kind))
+        self.q = torch.randn(len(made.works), query, dim, **kind)
+
+    def kernel(
+        self, works: list[Work], split: int = SPLIT, shape: TileShape | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """The tile kernel and the merge over a plan of `works`."""
+        group = self.heads[0] // self.heads[1]
+        plan = plan_tiles(works, Tiling(PAGE, group, split=split), self.made.pages * PAGE)
+        sent = DevicePlan.exact(plan, self.device)
+        partials = Partials(plan.rows.size, self.heads[0], self.dim, self.device)
+        shapes = None if shape is None else (shape, shape)
+
+        def run() -> torch.Tensor:
+            return attend_tiles(
+                self.q, self.kv, sent, partials, page_size=PAGE, scale=self.dim**-0.5, shapes=shapes
+            )
+
+        return run
+
+    def sdpa(self) -> Callable[[], torch.Tensor] | None:
+        """torch's attention, a call per sequence over a contiguous copy of its rows.
+
+        None if the copies would take more than half of the memory that is free.
+        """
+        kv_heads = self.heads[1]
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+            if self.bytes(self.made.copied) > free // 2:
+                return None
+        parts = []
+        for work in self.made.works:
+            assert work.write is not None
+            rows = [span_rows(span, PAGE) for span in (*work.context, work.write)]
+            at = torch.cat([torch.from_numpy(r) for r in rows]).to(self.device)
+            both = self.kv.rows[:, at]
+            parts.append((both[None, :kv_heads], both[None, kv_heads:]))
+        q = self.q[:, None, :, None].unbind(0)  # n of [1, H, 1, D]
+
+        def run() -> torch.Tensor:
+            return torch.cat(
+                [
+                    F.scaled_dot_product_attention(x, k, v, enable_gqa=True)
+                    for x, (k, v) in zip(q, parts, strict=True)
+                ]
+            )
+
+        return run
+
+    def bytes(self, rows: int) -> int:
+        """Of K and V of so many rows, of queries and of results."""
+        return 2 * rows * self.heads[1] * self.dim * 2 + 2 * self.q.numel() * 2
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions, all heads."""
+        return 4 * self.made.copied * self.heads[0] * self.dim
+
+
+def _agree(a: torch.Tensor, b: torch.Tensor) -> None:
+    """The two ways of computing it agree, or their times mean nothing."""
+    error = float((a.flatten().float() - b.flatten().float()).norm() / b.float().norm())
+    if not error < 2e-2:
+        raise RuntimeError(f"results differ by {error:.3g} of their norm")
+
+
+Rows = Iterator[dict[str, Any]]
+
+
+def paged(sizes: Sizes, device: torch.device, top: Ceiling) -> Rows:
+    """Decode over sequences that share nothing, as a share of copy bandwidth."""
+    for sequences, context in sizes.paged:
+        problem = Problem(batch(sequences, context, PAGE), PAGED_HEADS, sizes.dim, device)
+        ms = milliseconds(problem.kernel(problem.made.works), device, sizes.budget_s)
+        gbs = problem.bytes(problem.made.copied) / ms / 1e6
+        counted = sequences >= 8 and context >= 8192
+        yield {
+            "batch": sequences,
+            "context": context,
+            "ms": ms,
+            "gb_s": gbs,
+            "copy_gb_s": top.copy_gbs,
+            "share": gbs / top.copy_gbs,
+            "goal": 0.8 if counted else None,
+        }
+
+
+def trees(sizes: Sizes, device: torch.device, top: Ceiling) -> Rows:
+    """Decode over trees, beside the same kernel without sharing and torch per sequence.
+
+    share: of the least time in which every node is read once at copy bandwidth, or, where products
+    take longer than that, of the time at the measured product rate (bound).
+    """
+    for tree, heads in itertools.product(sizes.trees, sizes.heads):
+        problem = Problem(works_of(tree, PAGE), heads, sizes.dim, device)
+        made = problem.made
+        ours = problem.kernel(made.works)
+        alone = problem.kernel(flat(made))
+        _agree(ours(), alone())
+        ms = milliseconds(ours, device, sizes.budget_s)
+        flat_ms = milliseconds(alone, device, sizes.budget_s)
+        sdpa_ms = None
+        each = problem.sdpa()
+        if each is not None:
+            _agree(ours(), each())
+            sdpa_ms = milliseconds(each, device, sizes.budget_s)
+        bytes_ms = problem.bytes(made.shared) / top.copy_gbs / 1e6
+        flops_ms = problem.flops / top.gemm_tflops / 1e9
+        yield {
+            "tree": tree.name,
+            "heads": f"{heads[0]}/{heads[1]}",
+            "k": len(made.works),
+            "ms": ms,
+            "ideal_ms": max(bytes_ms, flops_ms),
+            "bound": "memory" if bytes_ms >= flops_ms else "products",
+            "share": max(bytes_ms, flops_ms) / ms,
+            "goal": 0.7 if bytes_ms >= flops_ms else None,
+            "flat_ms": flat_ms,
+            "sdpa_ms": sdpa_ms,
+            "over_flat": flat_ms / ms,
+            "over_sdpa": None if sdpa_ms is None else sdpa_ms / ms,
+        }
+        del problem, ours, alone, each  # before the next one takes memory
+
+
+def tuning(sizes: Sizes, device: torch.device, top: Ceiling) -> Rows:
+    """Split sizes and shapes of small tiles, on one paged batch: which defaults would be best."""
+    problem = Problem(batch(*sizes.tuned, PAGE), PAGED_HEADS, sizes.dim, device)
+    for split, shape in itertools.product(sizes.splits, (None, *sizes.shapes)):
+        run = problem.kernel(problem.made.works, split, shape)
+        ms = milliseconds(run, device, sizes.budget_s)
+        gbs = problem.bytes(problem.made.copied) / ms / 1e6
+        name = "default" if shape is None else f"{shape.keys}x{shape.warps}w{shape.stages}s"
+        yield {"split": split, "shape": name, "ms": ms, "share": gbs / top.copy_gbs}

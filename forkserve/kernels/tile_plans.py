@@ -1,0 +1,249 @@
+"""Plans that live longer than a batch, and their tables on a device.
+
+While a tree doesn't change and every branch grows by a row a step, a plan stays as it is but for
+the last entry of each branch: `TilePlanner` then updates the tables in place, and plans anew only
+when the branches have used up their spare entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from forkserve.kernels.jit import next_power
+from forkserve.kernels.tiles import Longs, TilePlan, Tiling, draft_tiles
+from forkserve.types import Span, Work
+
+__all__ = ["Capacity", "DevicePlan", "TilePlanner"]
+
+
+@dataclass(slots=True)
+class _Branch:
+    """A decoding work as it was planned: spans above its own segment, which `key` names."""
+
+    above: tuple[Span, ...]
+    key: Hashable
+    own: int  # rows of its own segment in the context
+    pages: list[int]  # of the rows of its own segment, the fresh one among them
+    start: int
+
+
+class TilePlanner:
+    """One plan per window of a model, made anew or grown.  made, grown: how often."""
+
+    def __init__(self, tilings: Mapping[int, Tiling], scratch: int) -> None:
+        """tilings: by window, 0 for none.  scratch: see `plan_tiles`."""
+        self._tilings = dict(tilings)
+        self._scratch = scratch
+        self._size = next(iter(self._tilings.values())).page_size
+        self._plans: dict[int, TilePlan] = {}
+        self._branches: list[_Branch] = []
+        self._held: list[tuple[Span, Sequence[int]]] = []
+        self._tiles: dict[int, Longs] = {}  # of each branch, by window: see `draft_tiles`
+        self._room = 0  # rows that every branch may still add
+        self.made = 0
+        self.grown = 0
+
+    def plan(self, works: Sequence[Work]) -> dict[int, TilePlan]:
+        """The plans of `works`.  They are the planner's own: the next call may change them."""
+        if self._grow(works):
+            self.grown += 1
+            return self._plans
+        self.made += 1
+        for window, tiling in self._tilings.items():
+            self._plans[window], self._tiles[window] = draft_tiles(works, tiling, self._scratch)
+        self._remember(works)
+        return self._plans
+
+    def _remember(self, works: Sequence[Work]) -> None:
+        """Keep what must stay equal for the plans to be grown; nothing if they cannot be."""
+        self._branches = []
+        self._room = 0
+        if any(len(work.tokens) != 1 or work.write is None for work in works):
+            return
+        held: dict[int, tuple[Span, Sequence[int]]] = {}
+        for work in works:
+            assert work.write is not None
+            above, key, own = work.context, work.write.key, 0
+            pages: list[int] = []
+            if above and above[-1].key == key:
+                own, pages = above[-1].length, self._pages(above[-1])
+                above = above[:-1]
+            for span in above:
+                if id(span) not in held:
+                    held[id(span)] = (span, span.pages[:])
+            pages += self._pages(work.write)[own > 0 and work.write.offset % self._size > 0 :]
+            self._branches.append(_Branch(above, key, own, pages, work.start))
+        self._held = list(held.values())
+        self._room = min(tiling.room for tiling in self._tilings.values())
+
+    def _pages(self, span: Span) -> list[int]:
+        """The pages of its rows."""
+        first, end = span.offset // self._size, -(-(span.offset + span.length) // self._size)
+        return list(span.pages[first:end])
+
+    def _grow(self, works: Sequence[Work]) -> bool:
+        """Whether `works` are those of the plan, a row further each; then the plans are grown."""
+        if self._room <= 0 or len(works) != len(self._branches):
+            return False
+        for span, pages in self._held:
+            if span.pages != pages:
+                return False
+        size, slots = self._size, []
+        for work, branch in zip(works, self._branches, strict=True):
+            write, context = work.write, work.context
+            if (
+                write is None
+                or len(work.tokens) != 1
+                or work.start != branch.start + 1
+                or write.key != branch.key
+                or not context
+                or context[-1].key != branch.key
+                or context[-1].length != branch.own + 1
+                or context[:-1] != branch.above
+            ):
+                return False
+            page, within = write.pages[write.offset // size], write.offset % size
+            if self._pages(context[-1]) != branch.pages or (within and page != branch.pages[-1]):
+                return False
+            slots.append(page * size + within)
+        for branch, slot in zip(self._branches, slots, strict=True):
+            branch.start += 1
+            branch.own += 1
+            if slot % size == 0:
+                branch.pages.append(slot // size)
+        rows = np.array(slots, np.int64)
+        for window, plan in self._plans.items():
+            _extend(plan, self._tiles[window], rows, self._tilings[window])
+        self._room -= 1
+        return True
+
+
+def _extend(plan: TilePlan, tiles: Longs, slots: Longs, tiling: Tiling) -> None:
+    """One more row for every branch: in the last entry of its tile, or in a new one.
+
+    tiles [branches, 2]: where each branch's rows go, and where they go from the next cut on.
+    """
+    plan.positions += 1
+    plan.slots[:] = slots
+    within = slots % tiling.page_size
+    cut = plan.positions % tiling.split == 0
+    tiles[cut, 0] = tiles[cut, 1]
+    new = (within == 0) | cut
+    plan.tiles[tiles[new, 0], 1] += 1
+    last = plan.tiles[tiles[:, 0], 1] - 1
+    plan.bounds[last[~new]] += 1 << 16
+    begun = last[new]
+    plan.pages[begun] = slots[new] // tiling.page_size
+    plan.firsts[begun] = (plan.positions - within)[new]
+    plan.bounds[begun] = (within | (within + 1) << 16)[new]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much fits into a device's tables: query rows, tiles of both kinds, parts, entries."""
+
+    rows: int
+    small: int
+    large: int
+    parts: int
+    entries: int
+
+    @classmethod
+    def of(cls, plan: TilePlan) -> Capacity:
+        """Just enough."""
+        small = plan.small
+        large, parts = len(plan.tiles) - small, plan.rows.size
+        return cls(plan.positions.size, small, large, parts, plan.pages.size)
+
+    @classmethod
+    def rounded(cls, plan: TilePlan, rows: int) -> Capacity:
+        """For graphs that are replayed with other plans: powers of two, for `rows` query rows."""
+        own = cls.of(plan)
+        large = next_power(own.large) if own.large else 0
+        small = next_power(max(own.small, rows))
+        return cls(rows, small, large, next_power(own.parts), next_power(own.entries))
+
+    def holds(self, other: Capacity) -> bool:
+        """Whether what needs `other` fits."""
+        return (
+            self.rows >= other.rows
+            and self.small >= other.small
+            and self.large >= other.large
+            and self.parts >= other.parts
+            and self.entries >= other.entries
+        )
+
+
+class DevicePlan:
+    """The tables of a `TilePlan` in one buffer of a device, in the types the kernels read.
+
+    Unused tiles have no rows, unused rows have no parts and write to row `dump`.
+    """
+
+    def __init__(self, capacity: Capacity, device: torch.device | str, dump: int) -> None:
+        self.capacity = capacity
+        self.small, self.large = capacity.small, capacity.large
+        self._dump = dump
+        n, tiles = capacity.rows, capacity.small + capacity.large
+        sizes = {"positions": 2 * n, "slots": 2 * n, "tiles": 5 * tiles, "rows": capacity.parts}
+        sizes |= dict.fromkeys(("pages", "firsts", "bounds"), capacity.entries)
+        sizes |= {"begins": n + 1, "parts": capacity.parts}
+        self._places: dict[str, slice] = {}
+        end = 0
+        for name, size in sizes.items():
+            self._places[name] = slice(end, end + size)
+            end += -(-size // 4) * 4  # every table begins at a multiple of 16 bytes
+        self._buffer = torch.zeros(end, dtype=torch.int32, device=device)
+        pinned = self._buffer.is_cuda
+        # Two, in turn: the one before may still be on its way to the device.
+        self._staging = [torch.zeros(end, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+        self.positions = self._table("positions").view(torch.int64)
+        self.slots = self._table("slots").view(torch.int64)
+        self.tiles = self._table("tiles").view(-1, 5)
+        self.rows, self.pages = self._table("rows"), self._table("pages")
+        self.firsts, self.bounds = self._table("firsts"), self._table("bounds")
+        self.begins, self.parts = self._table("begins"), self._table("parts")
+
+    @classmethod
+    def exact(cls, plan: TilePlan, device: torch.device | str) -> DevicePlan:
+        """Tables of this plan alone."""
+        made = cls(Capacity.of(plan), device, 0)
+        made.load(plan)
+        return made
+
+    def load(self, plan: TilePlan) -> None:
+        """Send the tables of `plan`, which must fit; does not wait for the device."""
+        assert self.capacity.holds(Capacity.of(plan)), "the plan does not fit into these tables"
+        self._turn ^= 1
+        sent = self._sent[self._turn]
+        if sent is not None:
+            sent.synchronize()
+        staging = self._staging[self._turn]
+        host = {name: staging[place].numpy() for name, place in self._places.items()}
+        n = plan.positions.size
+        positions, slots = host["positions"].view(np.int64), host["slots"].view(np.int64)
+        positions[:n], positions[n:] = plan.positions, 0
+        slots[:n], slots[n:] = plan.slots, self._dump
+        tiles = host["tiles"].reshape(-1, 5)
+        tiles[:] = 0
+        tiles[: plan.small] = plan.tiles[: plan.small]
+        tiles[self.small : self.small + len(plan.tiles) - plan.small] = plan.tiles[plan.small :]
+        for name in ("rows", "pages", "firsts", "bounds", "parts"):
+            values = getattr(plan, name)
+            host[name][: values.size] = values
+        host["begins"][: n + 1] = plan.begins
+        host["begins"][n + 1 :] = plan.begins[-1]
+        self._buffer.copy_(staging, non_blocking=True)
+        if self._buffer.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            self._sent[self._turn] = event
+
+    def _table(self, name: str) -> torch.Tensor:
+        return self._buffer[self._places[name]]

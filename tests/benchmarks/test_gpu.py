@@ -1,0 +1,167 @@
+"""`make gpu` without a GPU says so; with a fake one all of it runs, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.shapes import AGENTS, FASTTREE, Tree, flat, works_of
+
+torch = pytest.importorskip("torch")
+ROOT = Path(__file__).resolve().parents[2]
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+TRIAL = """
+import sys
+from pathlib import Path
+import benchmarks.gpu.__main__ as program
+from benchmarks.gpu.attention import Sizes
+from benchmarks.gpu.shapes import Tree
+from forkserve.kernels.tile_attention import TileShape
+
+program.probe = lambda: {"device": "Fake GPU 9000", "torch_device": "cpu", "driver": "1.2"}
+sizes = Sizes(
+    paged=((1, 20), (2, 40)),
+    trees=(Tree((((1, 3), (40, 5)),)), Tree((((1, 2), (20, 3)), ((1,), (30,))))),
+    heads=((8, 2),),
+    dim=16,
+    splits=(32,),
+    tuned=(1, 40),
+    shapes=(TileShape(32, 4, 2),),
+    budget_s=0.0,
+)
+status = program.main(
+    sizes=sizes, scale=1e-6, results=Path(sys.argv[1]), tests=tuple(sys.argv[2:])
+)
+sys.exit(status)
+"""
+
+
+def trial(folder: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", TRIAL, str(folder), *tests],
+        check=False,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@no_gpu
+def test_without_a_gpu_nothing_runs() -> None:
+    done = subprocess.run(
+        ["make", "gpu", f"PYTHON={sys.executable}"],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == (
+        "No CUDA GPU found (nvidia-smi and torch see none): nothing was run."
+    )
+
+
+def test_the_whole_of_it_on_a_fake_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    done = trial(tmp_path, "-k", "merging or guard")
+    assert done.returncode == 0, done.stderr + done.stdout
+    (file,) = tmp_path.iterdir()
+    assert file.name == "fake-gpu-9000.json"
+    result = json.loads(file.read_text())
+    assert result["tests"]["passed"]
+    assert "3 passed" in result["tests"]["summary"]
+    assert {"device", "driver", "versions", "commit", "date"} <= result.keys()
+    assert result["versions"]["triton"]
+    assert result["ceiling"].keys() == {"copy_gb_s", "gemm_bf16_tflop_s"}
+    assert [(r["batch"], r["context"]) for r in result["paged"]] == [(1, 20), (2, 40)]
+    assert all(r["share"] == r["gb_s"] / r["copy_gb_s"] for r in result["paged"])
+    assert [r["k"] for r in result["trees"]] == [3, 3]
+    for row in result["trees"]:
+        assert row["over_flat"] == row["flat_ms"] / row["ms"]
+        assert row["bound"] in ("memory", "products")
+    assert [r["shape"] for r in result["tuning"]] == ["default", "32x4w2s"]
+    assert result["left_out"] == []
+    assert "kept in" in done.stdout
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command with a fake GPU, without tests and tables."""
+    pytest.importorskip("triton")
+    from benchmarks.gpu import __main__ as module
+
+    fake = {"device": "Fake", "torch_device": "cpu", "driver": "1.2"}
+    monkeypatch.setattr(module, "probe", lambda: fake)
+    monkeypatch.setattr(module, "kernel_tests", lambda *_: {"passed": False, "summary": "1 failed"})
+    return module
+
+
+def test_failing_kernel_tests_fail_the_command(program: Any, tmp_path: Path) -> None:
+    from benchmarks.gpu.attention import Sizes
+
+    nothing = Sizes(paged=(), trees=(), splits=(), tuned=(1, 1), dim=2)
+    assert program.main(sizes=nothing, scale=1e-6, results=tmp_path) == 1
+    assert json.loads((tmp_path / "fake.json").read_text())["tests"]["summary"] == "1 failed"
+
+
+def test_a_gpu_that_cannot_be_used_is_an_error(
+    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "NEEDED", ("torch", "no_such_module"))
+    assert program.main() == 1
+    assert "needs no_such_module" in capsys.readouterr().err
+    monkeypatch.setattr(program, "probe", lambda: None)
+    monkeypatch.setattr(program, "_driver", lambda: "580.1")
+    assert program.main() == 1
+    assert "nvidia-smi lists a GPU" in capsys.readouterr().err
+
+
+def test_goals_are_judged_by_the_worst(program: Any) -> None:
+    tree = {"k": 8, "goal": 0.7, "share": 0.9, "over_flat": 3.0, "over_sdpa": 0.5}
+    tables = {
+        "paged": [{"goal": 0.8, "share": 0.85}, {"goal": None, "share": 0.1}],
+        "trees": [tree, {**tree, "k": 2, "over_flat": 0.1}, {**tree, "goal": None, "share": 0.2}],
+    }
+    reached = [(row["value"], row["met"]) for row in program.goals(tables)]
+    assert reached == [(0.85, True), (0.9, True), (0.5, False)]
+    assert program.goals({"paged": []}) == []
+
+
+def test_the_planner_is_timed() -> None:
+    from benchmarks.measure import Options
+    from benchmarks.tiles import run
+
+    report = run(Options(quick=True))
+    (table,) = report.tables
+    grown, anew = table.rows
+    assert (grown["made"], grown["grown"], anew["made"]) == (1, 7, 8)
+    assert grown["keys read"] < grown["copied"]
+    (target,) = report.targets
+    assert target.met is None, "a quick run can tell nothing"
+
+
+def test_shapes_are_what_they_say() -> None:
+    for tree in (*FASTTREE, *AGENTS):
+        made = works_of(tree, 16)
+        want = sum(n * rows for level in tree.levels for n, rows in zip(*level, strict=True))
+        assert made.shared == want + len(made.works)
+        assert len(made.works) == sum(nodes[-1] for nodes, _ in tree.levels)
+        assert made.copied == sum(work.start + 1 for work in made.works)
+        pages = [p for w in made.works for s in (*w.context, w.write) if s for p in s.pages]
+        assert max(pages) < made.pages
+        keys = {s.key for w in made.works for s in w.context}
+        assert len({s.key for w in flat(made) for s in w.context}) > len(keys) or len(
+            made.works
+        ) == len(tree.levels)
+    assert Tree((((1, 5), (20000, 200)),)).name == "1,5/20000,200"
+    assert FASTTREE[9].name == "1,2,4,8,16,32,64,128,1024/16 each"
+    assert len(FASTTREE) == 15

@@ -1,0 +1,35 @@
+"""Note which kernels were launched; the file named by KERNELS_LAUNCHED gets the list."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forkserve.kernels.compile import kernels
+
+_launched: set[str] = set()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Triton 3.6's interpreter, with numpy from 1.25 on.
+    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning")
+
+
+def pytest_sessionstart() -> None:
+    torch.set_num_threads(1)
+    for kernel in kernels():
+
+        def note(*_: Any, name: str = kernel.name, **__: Any) -> None:
+            _launched.add(name)
+
+        kernel.function.add_pre_run_hook(note)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    place = os.environ.get("KERNELS_LAUNCHED")
+    if place:
+        Path(place).write_text("\n".join(sorted(_launched)))
