@@ -102,6 +102,10 @@ class DeviceKV:
             out += _bytes(self.scales.index_select(2, at))
         return out
 
+    def read_into(self, spans: Sequence[Span], out: bytearray) -> None:
+        """The same into a buffer of that many bytes."""
+        memoryview(out)[:] = self.read(spans)
+
     def write(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """Write the rows from `at` on of a run that `read` gave to the slots of a span."""
         layers, heads, _, dim = self.rows.shape
