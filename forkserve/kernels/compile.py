@@ -10,7 +10,6 @@ target has.
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import re
 import subprocess
 import sys
@@ -26,7 +25,7 @@ import forkserve.kernels as package
 from forkserve.errors import BackendError
 from forkserve.kernels.jit import INTERPRETED, TRITON, Case, triton
 
-__all__ = ["TARGETS", "Built", "Kernel", "build", "kernels", "main"]
+__all__ = ["TARGETS", "Built", "Kernel", "build", "build_all", "kernels", "main", "modules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +82,23 @@ class Built:
         return ""
 
 
+def modules() -> list[str]:
+    """Names of the package's modules, by their files: compiled libraries lie beside them."""
+    root = Path(package.__path__[0])
+    paths = sorted(p.relative_to(root).with_suffix("") for p in root.rglob("*.py"))
+    return [".".join((package.__name__, *p.parts)) for p in paths if p.name != "__init__"]
+
+
 def kernels() -> list[Kernel]:
     """Every kernel of the package, found by scanning it."""
     found = []
-    for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        module = importlib.import_module(info.name)
+    for place in modules():
+        module = importlib.import_module(place)
         cases = getattr(module, "CASES", {})
         for name, value in vars(module).items():
-            if name.endswith("_kernel") and getattr(value, "__module__", "") == info.name:
-                found.append(Kernel(info.name, name, value, tuple(cases.get(name, ()))))
+            function = getattr(value, "fn", value)
+            if name.endswith("_kernel") and getattr(function, "__module__", "") == place:
+                found.append(Kernel(place, name, value, tuple(cases.get(name, ()))))
     return found
 
 

@@ -53,6 +53,7 @@ class TilePlanner:
             self.grown += 1
             return self._plans
         self.made += 1
+        self._room = 0  # nothing to grow, should planning fail
         for window, tiling in self._tilings.items():
             self._plans[window], self._tiles[window] = draft_tiles(works, tiling, self._scratch)
         self._remember(works)
@@ -61,7 +62,6 @@ class TilePlanner:
     def _remember(self, works: Sequence[Work]) -> None:
         """Keep what must stay equal for the plans to be grown; nothing if they cannot be."""
         self._branches = []
-        self._room = 0
         if any(len(work.tokens) != 1 or work.write is None for work in works):
             return
         held: dict[int, tuple[Span, Sequence[int]]] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -117,11 +116,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 def test_kernels_import_without_triton() -> None:
     """And then say what is missing when they are to be compiled."""
-    modules = [
-        info.name
-        for info in pkgutil.walk_packages(forkserve.kernels.__path__, "forkserve.kernels.")
-        if info.name != "forkserve.kernels.compile" and ".native" not in info.name
-    ]
+    modules = [name for name in compiler.modules() if not name.endswith(".compile")]
     code = f"""
 import sys
 sys.modules["triton"] = None

@@ -11,6 +11,7 @@ from forkserve.kernels.merge import merge_parts
 from forkserve.kernels.quant import dequantize, quantize
 from forkserve.kernels.tile_plans import Capacity, DevicePlan, TilePlanner
 from forkserve.kernels.tiles import Tiling
+from forkserve.kernels.write_kv import write_kv
 from forkserve.types import Span, Work
 from tests.forests import KV_HEADS, Forest, error, expected, grow
 
@@ -67,7 +68,7 @@ def test_page_sizes(page: int) -> None:
     assert error(attend(forest, split=64), expected(forest)) < 1e-5
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (17, 0.0), (60, 5.0), (0, 5.0)])
+@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (17, 0.0), (40, 5.0), (0, 5.0)])
 def test_windows_and_soft_caps(window: int, softcap: float) -> None:
     """Rows that no window reaches may be gone: they are nan here."""
     forest = small(window, 4, 16, 32)
@@ -75,7 +76,7 @@ def test_windows_and_soft_caps(window: int, softcap: float) -> None:
     if window:
         forest.forget()
     want = expected(forest)
-    got = attend(forest, split=32)
+    got = attend(forest, split=64)
     assert error(got, want) < 1e-5
 
 
@@ -122,8 +123,10 @@ def test_plans_that_grow() -> None:
         forest.q = torch.randn(2, 2 * KV_HEADS, dim)
         forest.fresh = torch.randn(2, 2 * KV_HEADS, dim)
         plan = planner.plan(forest.works)[0]
-        want = expected(forest)
-        assert error(attend(forest, plan=plan), want) < 1e-5, step
+        write_kv(kv, torch.from_numpy(plan.slots), forest.fresh)
+        if step in (0, 3, 6, 7, 10, 16, 17, 18):  # begun, over page ends, cuts, made anew
+            want = expected(forest)
+            assert error(attend(forest, plan=plan), want) < 1e-5, step
         if tables is None or not tables.capacity.holds(Capacity.of(plan)):
             tables = DevicePlan(Capacity.rounded(plan, 4), DEVICE, dump=163)
         tables.load(plan)

@@ -79,10 +79,10 @@ def close(got: list[np.ndarray], want: list[np.ndarray], tolerance: float = 1e-4
 def session(rig: Rig, steps: int) -> list[Any]:
     """A trunk, three branches forked at two places, decoded together; logits and tokens."""
     root = rig.root()
-    out: list[Any] = list(rig.logits(rig.work(root, ids(25))))
-    out += rig.logits(rig.work(root, ids(6, 1)))  # a chunk behind it
+    out: list[Any] = list(rig.logits(rig.work(root, ids(22))))
+    out += rig.logits(rig.work(root, ids(2, 1)))  # a chunk behind it
     nodes: list[Node] = [rig.fork(root), rig.fork(root), rig.fork(root, 21)]
-    out += rig.logits(*(rig.work(n, ids(2 + i, 2)) for i, n in enumerate(nodes)))
+    out += rig.logits(*(rig.work(n, ids(1 + i, 2)) for i, n in enumerate(nodes)))
     tokens = [5, 6, 7]
     for step in range(steps):
         spec = [greedy(step) for _ in nodes]
@@ -97,7 +97,7 @@ def session(rig: Rig, steps: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("family", "changes", "steps"),
     [
-        ("llama", {}, 5),
+        ("llama", {}, 3),
         ("qwen3", {"num_hidden_layers": 1}, 2),
         ("gemma3", {"sliding_window": 20, "num_hidden_layers": 2}, 2),
     ],
