@@ -66,6 +66,7 @@ class Restorer:
     def __init__(self, vault: Vault, threads: int = 2) -> None:
         self.cost = RestoreCost(vault)
         self.memory_cost = RestoreCost(vault, "memory_cost", 0.05, 2e9 / 1e3)
+        self.patience_s = 30.0  # for one chunk, when none came meanwhile
         self.reads = 0  # chunks opened
         self.shared = 0  # chunks that somebody else was reading already
         self._vault = vault
@@ -74,10 +75,15 @@ class Restorer:
         self._lock = threading.Lock()
 
     def fetch(self, made: Fingerprint, chain: Sequence[Found]) -> Iterator[Loaded]:
-        """The chunks of a chain in order, up to the first that no place has sound."""
+        """The chunks of a chain in order, up to the first that no place has sound, or that takes
+        longer than `patience_s` to come: the rest is computed."""
         ahead = [self._start(made, found) for found in chain]
-        for future in ahead:
-            loaded = future.result()
+        for found, future in zip(chain, ahead, strict=True):
+            try:
+                loaded = future.result(self.patience_s)
+            except TimeoutError:
+                self._vault.catalog.event("read_slow", content=found.content, s=self.patience_s)
+                return
             if loaded is None:
                 return
             yield loaded
