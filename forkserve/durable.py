@@ -184,8 +184,10 @@ class Durable(Restoring):
         """The engine is about to shut down."""
 
     def _complete(self, tree: ContextTree, node: Node) -> None:
-        """Wait until a node's rows are computed."""
+        """Wait until a node's rows are computed.  SessionError when it is closed before that."""
         with self._core.lock:
+            if self._core.trees.get(tree.session) is not tree or not node.live:
+                raise SessionError(f"session '{tree.session}' was closed meanwhile")
             task = self._core.ensure(tree, node)
         self._loop.run_until(lambda: task.done)
         if task.error is not None:

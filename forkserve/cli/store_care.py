@@ -1,4 +1,4 @@
-"""Commands that keep a store well: scrub, stats, doctor, migrate, push."""
+"""Commands that keep a store well: scrub, stats, doctor, decisions, migrate, push."""
 
 from __future__ import annotations
 
@@ -134,4 +134,31 @@ def _push(ctx: click.Context, wait: float) -> None:
         ctx.exit(1)
 
 
-COMMANDS = (_scrub, _stats, _doctor, _migrate, _push)
+@click.command("decisions")
+@click.option("--session", help="Of this session only.")
+@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="At most.")
+@click.pass_context
+def _decisions(ctx: click.Context, session: str | None, limit: int) -> None:
+    """List what was decided and why, and choose again between restore and prefill from the record.
+
+    Exit code 1 if a choice does not come out the same.
+    """
+    from forkserve.store.decisions import decisions
+
+    at: Where = ctx.obj
+    with at.open() as store:
+        found = decisions(store.catalog, session, limit)
+    again = {True: "same", False: "DIFFERS", None: ""}
+    rows = [{**row, "again": again[row["repeats"]]} for row in found]
+    ms = dict.fromkeys(("gain_ms", "cost_ms", "actual_ms"), _ms)
+    words = ("id", "session", "node", "what", "verdict", "reason", "tokens")
+    at.say(found, table(rows, {**dict.fromkeys(words, str), **ms, "again": str}, "no decision"))
+    if any(row["repeats"] is False for row in found):
+        ctx.exit(1)
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+COMMANDS = (_scrub, _stats, _doctor, _decisions, _migrate, _push)

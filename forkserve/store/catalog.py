@@ -53,6 +53,8 @@ def doomed(content: str, place: str) -> str:
     return f"delete {content} in {place}"
 
 
+_FINGERPRINT = "SELECT id, fields FROM fingerprint WHERE digest = ?"
+
 _LOOKUP = """
 SELECT w.key, c.id, c.parent, c.start, c.tokens, p.content, p.format, p.bytes,
        group_concat(r.place)
@@ -189,14 +191,14 @@ class Catalog:
     # ---------------------------------------------------------------- chunks
 
     def fingerprint(self, db: sqlite3.Connection, made: Fingerprint) -> int:
-        """Row id of a fingerprint; written on first use."""
+        """Row id of a fingerprint; written on first use.  StoreError: see `known_fingerprint`."""
         known = self._prints.get(made.digest)
         if known is not None:
             return known
-        row = db.execute(
-            "SELECT id FROM fingerprint WHERE digest = ?", (made.digest.hex(),)
-        ).fetchone()
-        if row is None:
+        row = db.execute(_FINGERPRINT, (made.digest.hex(),)).fetchone()
+        if row is not None:
+            _require_equal(made, row[1])
+        else:
             row = db.execute(
                 "INSERT INTO fingerprint (digest, fields, created_at) VALUES (?, ?, ?)"
                 " RETURNING id",
@@ -205,12 +207,16 @@ class Catalog:
         return int(row[0])  # cached by `known_fingerprint` only: this insert may roll back
 
     def known_fingerprint(self, made: Fingerprint) -> int | None:
-        """Row id of a fingerprint that was committed before, or None."""
+        """Row id of a fingerprint that was committed before, or None.
+
+        Raises StoreError when another process has given the digest to other fields.
+        """
         known = self._prints.get(made.digest)
         if known is None:
-            rows = self.read("SELECT id FROM fingerprint WHERE digest = ?", (made.digest.hex(),))
+            rows = self.read(_FINGERPRINT, (made.digest.hex(),))
             if not rows:
                 return None
+            _require_equal(made, rows[0][1])
             known = self._prints[made.digest] = int(rows[0][0])
         return known
 
@@ -419,6 +425,15 @@ class Catalog:
         """`StatCache`: note it; a cache that cannot be written is no reason to stop."""
         with suppress(StoreError), self.write() as db:
             db.execute("INSERT OR REPLACE INTO weights VALUES (?, ?, ?, ?, ?)", (*key, hexdigest))
+
+
+def _require_equal(made: Fingerprint, fields: str) -> None:
+    """The first who registers a digest says what it means; who means another writes nothing."""
+    if fields != made.text:
+        raise StoreError(
+            f"fingerprint {made.digest.hex()[:16]} stands for other fields in this store: "
+            "nothing is shared under it"
+        )
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
