@@ -122,7 +122,8 @@ class Restorer:
             self.reads += 1
             flight = _Flight(key, self._pool.submit(self._vault.load, made, found))
             self._flights[key] = flight
-        flight.future.add_done_callback(lambda _: self._landed(flight))
+        # The callback must not hold the flight: as a cycle it would keep the chunk mapped.
+        flight.future.add_done_callback(lambda done: self._landed(key, done))
         return flight
 
     def _leave(self, flight: _Flight) -> None:
@@ -135,10 +136,11 @@ class Restorer:
         if unwanted:
             flight.future.cancel()  # one that is being read, or was, is not stopped by this
 
-    def _landed(self, flight: _Flight) -> None:
+    def _landed(self, key: tuple[bytes, str], done: Future[Loaded | None]) -> None:
         with self._lock:
-            if self._flights.get(flight.key) is flight:
-                del self._flights[flight.key]
+            flight = self._flights.get(key)
+            if flight is not None and flight.future is done:
+                del self._flights[key]
 
     def close(self) -> None:
         """Wait for what is being read and end the threads.  Idempotent."""

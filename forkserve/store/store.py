@@ -10,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from forkserve.control.values import number, whole
+from pydantic import TypeAdapter, ValidationError
+
 from forkserve.errors import ConfigError, StoreError
 from forkserve.store.behind import WriteBehind
 from forkserve.store.budget import Budget
@@ -86,14 +87,13 @@ class Store:
             raise ConfigError("write_behind and far_bytes need a place in far=[...]")
         sizes = {"budget": budget_bytes, "far": far_bytes, "memory": memory_bytes}
         for name, value in {**sizes, "device": device_bytes}.items():
-            if value is not None and whole(f"{name}_bytes", value) < 1:
-                raise ConfigError(f"{name}_bytes={value} must be > 0; None is no limit")
+            if value is not None:
+                _positive(f"{name}_bytes", value, int)
         if device_bytes is not None and memory_bytes is None:
             raise ConfigError(f"device_bytes={device_bytes} needs memory_bytes=: how much may move")
-        if whole("queue", queue) < 1:
-            raise ConfigError(f"queue={queue} must be > 0: as many publishes may wait")
-        if scrub_bytes_s is not None and number("scrub_bytes_s", scrub_bytes_s) == 0:
-            raise ConfigError("scrub_bytes_s=0 would never hash anything; None is no scrub")
+        _positive("queue", queue, int)
+        if scrub_bytes_s is not None:
+            _positive("scrub_bytes_s", scrub_bytes_s, float)
         if policy is not None and not isinstance(policy, Policy):
             raise ConfigError(f"policy={policy!r} has no publish(moment, seen) and value(held)")
         try:
@@ -250,6 +250,15 @@ class Store:
 def _known(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is not known; {', '.join(choices)} are")
+
+
+def _positive(name: str, value: object, kind: type[int] | type[float]) -> None:
+    try:
+        found = TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        found = 0
+    if not found > 0:
+        raise ConfigError(f"{name}={value!r} must be a positive {kind.__name__}, or left out")
 
 
 def _distinct(places: Sequence[Depot]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -89,6 +90,24 @@ def test_a_restore_that_is_cancelled_at_any_chunk_leaves_nothing(
         assert again.cached_tokens == CHUNKS * 256
         assert eng.generate("x", 4) == cold(TEXT, 4)
         eng.check()
+        eng.shutdown()
+
+
+def test_what_was_restored_is_let_go_of_without_the_garbage_collector(tmp_path: Path) -> None:
+    """A chunk that stays mapped stays on a disk that is short of room."""
+    published(tmp_path)
+    with Store(tmp_path, restore="always") as store:
+        eng = engine(store)
+        gc.disable()
+        try:
+            eng.restore("n")
+            maps = Path("/proc/self/maps")
+            if maps.exists():
+                assert str(tmp_path) not in "".join(
+                    line for line in maps.read_text().splitlines() if line.endswith(".kv")
+                )
+        finally:
+            gc.enable()
         eng.shutdown()
 
 
