@@ -203,8 +203,9 @@ class Durable(Restoring):
 
     @staticmethod
     def _name_is_free(store: Store, name: str) -> None:
-        if not isinstance(name, str) or not name or len(name) > 512 or not name.isprintable():
-            raise StoreError(f"{name!r} is no name: 1 to 512 printable characters")
+        from forkserve.store.records import require_name
+
+        require_name(name)
         if store.catalog.read("SELECT 1 FROM name WHERE name = ?", (name,)):
             raise StoreError(f"the name '{name}' is taken; remove it first, or choose another")
 

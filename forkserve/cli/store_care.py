@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from forkserve.cli.store_base import Where, pass_where
+from forkserve.cli.store_base import Amount, Where, pass_where
 from forkserve.cli.store_text import size, table
 from forkserve.errors import StoreError
 
@@ -15,7 +15,7 @@ __all__ = ["COMMANDS"]
 
 @click.command("scrub")
 @click.option("--bytes", "most", type=click.IntRange(1), help="Most to hash.  [default: all]")
-@click.option("--rate", type=click.FloatRange(min=1), help="Bytes a second.  [default: no limit]")
+@click.option("--rate", type=Amount(min=1), help="Bytes a second.  [default: no limit]")
 @click.pass_context
 def _scrub(ctx: click.Context, most: int | None, rate: float | None) -> None:
     """Hash a slice of what is stored, what was hashed longest ago first.
@@ -108,7 +108,13 @@ def _migrate(at: Where) -> None:
 
 
 @click.command("push")
-@click.option("--wait", default=600.0, show_default=True, help="s to wait for all receipts.")
+@click.option(
+    "--wait",
+    type=Amount(min=0),
+    default=600.0,
+    show_default=True,
+    help="s to wait for all receipts.",
+)
 @click.pass_context
 def _push(ctx: click.Context, wait: float) -> None:
     """Bring every chunk that the further place (--far) lacks there.

@@ -169,6 +169,8 @@ class Catalog:
                     raise
                 if isinstance(error, sqlite3.Error):
                     raise CatalogFault(f"the catalog cannot be written: {error}") from error
+                if isinstance(error, UnicodeEncodeError):
+                    raise StoreError(f"{error.object!r} is no text: {error}") from None
                 raise
 
     def read(
@@ -181,6 +183,8 @@ class Catalog:
                 return self._db.execute(sql, values).fetchall()
             except sqlite3.Error as error:
                 raise CatalogFault(f"the catalog cannot be read: {error}") from error
+            except UnicodeEncodeError as error:
+                raise StoreError(f"{error.object!r} is no text: {error}") from None
 
     @contextmanager
     def locked(self) -> Iterator[sqlite3.Connection]:

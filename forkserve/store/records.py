@@ -20,6 +20,7 @@ __all__ = [
     "remove_name",
     "rename",
     "require_model",
+    "require_name",
     "write_name",
 ]
 
@@ -76,6 +77,12 @@ class NameRecord:
     tokens: array[int]
     chain: str | None
     fingerprint: str = ""  # of the model that made it; given when it was read
+
+
+def require_name(name: object) -> None:
+    """Raise StoreError for what cannot be the name of a state."""
+    if not isinstance(name, str) or not name or len(name) > 512 or not name.isprintable():
+        raise StoreError(f"{name!r} is no name: 1 to 512 printable characters")
 
 
 def require_model(catalog: Catalog, made: Fingerprint, digest: str, what: str) -> None:
@@ -222,7 +229,8 @@ def remove_name(catalog: Catalog, name: str) -> None:
 
 
 def rename(catalog: Catalog, name: str, to: str, sealer: Sealer | None) -> None:
-    """Give a state another name.  Raises StoreError: unknown, taken, or sealed with another key."""
+    """Give a state another name.  Raises StoreError: unknown, taken, no name, or another key."""
+    require_name(to)
     found = read_name(catalog, name, sealer)  # what is sealed is bound to its name
     salt, raw = found.salt.encode(), token_bytes(found.tokens)
     if sealer is not None:

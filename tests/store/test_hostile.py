@@ -24,6 +24,7 @@ from forkserve.store.rebuild import verify
 
 from .engines import PROMPT, cold, engine, prefilled
 from .rig import PRINT, chain, files, good, rows, vault
+from .test_cli import ask, run
 
 # -------------------------------------------------------------------- options
 
@@ -355,3 +356,50 @@ def test_a_far_place_that_does_not_answer_costs_its_patience_and_then_a_prefill(
         store.restorer.patience_s = 30.0
         assert eng.open(PROMPT, session="c").cached_tokens == 512
         eng.shutdown()
+
+
+# -------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("pin", "n", "--ttl", "nan"),  # a pin for good, for SQLite
+        ("pin", "n", "--ttl", "inf"),
+        ("gc", "--grace", "nan"),
+        ("gc", "--grace", "-1"),  # what is being published just now would be garbage
+        ("scrub", "--rate", "nan"),
+        ("push", "--wait", "nan"),
+        ("decisions", "--limit", "0"),
+        ("show", HALF),
+        ("lookup", "--salt", HALF, "[1]"),
+        ("lookup", "[99999999999]"),
+        ("name", "n", "--to", HALF),
+        ("name", "n", "--to", ""),
+        ("name", "n", "--to", "two\nlines"),
+        ("export", "out", HALF),
+    ],
+    ids=str,
+)
+def test_a_command_that_makes_no_sense_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    eng = engine(tmp_path / "s")
+    eng.open(PROMPT, session="a")
+    eng.publish("a", name="n")
+    eng.shutdown()
+    output = run(tmp_path / "s", *args, code=2).output
+    assert output.strip().splitlines()[-1].startswith("Error: ")
+    with Store(tmp_path / "s") as store:
+        assert store.catalog.read("SELECT name FROM name") == [("n",)]
+        assert store.catalog.read("SELECT count(*) FROM pin") == [(0,)]
+        assert len(files(tmp_path / "s")) == 2
+
+
+def test_a_name_given_twice_is_exported_once(tmp_path: Path) -> None:
+    eng = engine(tmp_path / "s")
+    eng.open(PROMPT, session="a")
+    eng.publish("a", name="n")
+    eng.shutdown()
+    assert ask(tmp_path / "s", "export", tmp_path / "out", "n", "n")["names"] == ["n"]
