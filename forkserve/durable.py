@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from forkserve.control.experience import Experience
 from forkserve.control.lines import require_quiet
+from forkserve.control.values import text
 from forkserve.engine.protocol import Portable
 from forkserve.errors import NodeError, SessionError, StoreError
 from forkserve.handle import SessionHandle
@@ -64,12 +65,13 @@ class Durable(Restoring):
         """Open a new session at a named state; its rows come from the store where that is faster.
 
         tenant: defaults to the one that published it.  Raises StoreError (unknown name, wrong
-        key), SessionError (id in use), ContextOverflow.
+        key, made by another model), SessionError (id in use), ContextOverflow.
         """
-        from forkserve.store.records import read_name
+        from forkserve.store.records import read_name, require_model
 
         store = self._require()
-        found = read_name(store.catalog, name, store.sealer)
+        found = read_name(store.catalog, text("name", name), store.sealer)
+        require_model(store.catalog, self._print, found.fingerprint, f"the state '{name}'")
         return self._reopen(
             found.tokens.tolist(), session, tenant or found.tenant, found.salt, found.seed
         )
@@ -79,11 +81,12 @@ class Durable(Restoring):
 
         Its KV is absent at first; the rows of the tip are restored where that is predicted to be
         faster than computing them.  Raises SessionError (open already, not in the store),
-        StoreError (damaged, wrong key, not the owner of the store).
+        StoreError (damaged, wrong key, made by another model, not the owner of the store).
         """
-        from forkserve.store.records import read_session
+        from forkserve.store.records import read_session, require_model
 
         store, core = self._require(), self._core
+        text("session", session)
         if self._journal is None:
             raise StoreError(
                 "only the owner of a store resumes sessions; open it with role='owner'"
@@ -91,6 +94,7 @@ class Durable(Restoring):
         record = read_session(store.catalog, session, store.sealer)
         if record is None:
             raise SessionError(f"the store has no session '{session}'")
+        require_model(store.catalog, self._print, record.fingerprint, f"session '{session}'")
         for values in record.nodes:
             self._guard.ids(values.tokens)
             self._guard.fits(values.start + len(values.tokens), "stored sequence")
@@ -180,8 +184,10 @@ class Durable(Restoring):
         """The engine is about to shut down."""
 
     def _complete(self, tree: ContextTree, node: Node) -> None:
-        """Wait until a node's rows are computed."""
+        """Wait until a node's rows are computed.  SessionError when it is closed before that."""
         with self._core.lock:
+            if self._core.trees.get(tree.session) is not tree or not node.live:
+                raise SessionError(f"session '{tree.session}' was closed meanwhile")
             task = self._core.ensure(tree, node)
         self._loop.run_until(lambda: task.done)
         if task.error is not None:
@@ -197,8 +203,9 @@ class Durable(Restoring):
 
     @staticmethod
     def _name_is_free(store: Store, name: str) -> None:
-        if not name or len(name) > 512 or not name.isprintable():
-            raise StoreError(f"{name!r} is no name: 1 to 512 printable characters")
+        from forkserve.store.records import require_name
+
+        require_name(name)
         if store.catalog.read("SELECT 1 FROM name WHERE name = ?", (name,)):
             raise StoreError(f"the name '{name}' is taken; remove it first, or choose another")
 

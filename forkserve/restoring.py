@@ -108,6 +108,7 @@ class Restoring(Speculating):
         press: bool,
     ) -> Warmed:
         """Look up, predict both ways, and restore when that is the shorter one."""
+        from forkserve.store.decisions import choose
         from forkserve.store.identity import plan_chain
         from forkserve.store.lease import lease
 
@@ -128,12 +129,12 @@ class Restoring(Speculating):
             store.restorer.cost.predict_ms(size),
             self._prefill_ms(begin, end),
         )
-        if store.restore == "never":
-            return replace(plan, reason="restore_off")
         assert plan.restore_ms is not None
         assert plan.prefill_ms is not None
-        if store.restore == "auto" and plan.restore_ms >= plan.prefill_ms:
-            store.meter.add("computed_tokens", end - begin, reason="faster")
+        worth, reason = choose(store.restore, plan.restore_ms, plan.prefill_ms)
+        plan = replace(plan, reason=reason)
+        if not worth:
+            store.meter.add("computed_tokens", end - begin, reason=reason)
             return plan
         with lease(store.catalog, [found[-1].link.id.hex()]):
             return self._fetch(tree, node, begin, found, plan, press)
@@ -151,12 +152,13 @@ class Restoring(Speculating):
         from forkserve.store.restore import clock_ms
 
         store, core, start = self._require(), self._core, clock_ms()
-        reason, size, used = "faster", 0, []
+        reason, size, used = plan.reason, 0, []
+        forced = "always_" if reason == "always" else ""
         for loaded in store.restorer.fetch(self._print, found):
             link = loaded.found.link
             low, high = link.start, link.start + link.count
             if not put_rows(core, self._loop, tree, node, loaded.payload, low, high, press=press):
-                reason = "no_room"
+                reason = f"{forced}no_room"
                 break
             self._loaded(link, loaded)
             size += len(loaded.payload)
@@ -164,7 +166,7 @@ class Restoring(Speculating):
             store.meter.add("restored_tokens", link.count, tier=loaded.place)
         else:
             if len(used) < len(found):
-                reason = "damaged"
+                reason = f"{forced}damaged"
         took = clock_ms() - start
         store.restorer.cost.observe(size, took)
         store.meter.took("restore", took)

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from forkserve.cli import store_care
-from forkserve.cli.store_base import Group, Where, argument, pass_where
+from forkserve.cli.store_base import Amount, Group, Where, argument, pass_where
 from forkserve.cli.store_text import short, size, table, when
 from forkserve.errors import StoreError
 
@@ -246,7 +246,9 @@ def _rebuild(at: Where) -> None:
 
 
 @group.command("gc")
-@click.option("--grace", default=86400.0, show_default=True, help="s that garbage stays.")
+@click.option(
+    "--grace", type=Amount(min=0), default=86400.0, show_default=True, help="s that garbage stays."
+)
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @pass_where
 def _gc(at: Where, grace: float, dry_run: bool) -> None:
@@ -267,7 +269,7 @@ def _gc(at: Where, grace: float, dry_run: bool) -> None:
 
 @group.command("pin")
 @argument("what", "A name, a session or a chain id.")
-@click.option("--ttl", type=click.FloatRange(min=0), help="s until it ends.  [default: never]")
+@click.option("--ttl", type=Amount(min=0), help="s until it ends.  [default: never]")
 @click.option("--owner", default="cli", show_default=True, help="Who pins.")
 @pass_where
 def _pin(at: Where, what: str, ttl: float | None, owner: str) -> None:

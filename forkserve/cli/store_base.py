@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,10 +14,22 @@ import click
 
 from forkserve.errors import ForkServeError
 
-__all__ = ["Group", "Progress", "Where", "argument", "pass_where"]
+__all__ = ["Amount", "Group", "Progress", "Where", "argument", "pass_where"]
 
 Progress = Callable[[int, int], None]
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Amount(click.FloatRange):
+    """A number of at least `min` that is finite: NaN is less than nothing and more than nothing."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        found = float(super().convert(value, param, ctx))
+        if not isfinite(found):
+            self.fail(f"{value} is not finite.", param, ctx)
+        return found
 
 
 class _Refusal(click.ClickException):

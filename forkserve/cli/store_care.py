@@ -1,4 +1,4 @@
-"""Commands that keep a store well: scrub, stats, doctor, migrate, push."""
+"""Commands that keep a store well: scrub, stats, doctor, decisions, migrate, push."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from forkserve.cli.store_base import Where, pass_where
+from forkserve.cli.store_base import Amount, Where, pass_where
 from forkserve.cli.store_text import size, table
 from forkserve.errors import StoreError
 
@@ -15,7 +15,7 @@ __all__ = ["COMMANDS"]
 
 @click.command("scrub")
 @click.option("--bytes", "most", type=click.IntRange(1), help="Most to hash.  [default: all]")
-@click.option("--rate", type=click.FloatRange(min=1), help="Bytes a second.  [default: no limit]")
+@click.option("--rate", type=Amount(min=1), help="Bytes a second.  [default: no limit]")
 @click.pass_context
 def _scrub(ctx: click.Context, most: int | None, rate: float | None) -> None:
     """Hash a slice of what is stored, what was hashed longest ago first.
@@ -108,7 +108,13 @@ def _migrate(at: Where) -> None:
 
 
 @click.command("push")
-@click.option("--wait", default=600.0, show_default=True, help="s to wait for all receipts.")
+@click.option(
+    "--wait",
+    type=Amount(min=0),
+    default=600.0,
+    show_default=True,
+    help="s to wait for all receipts.",
+)
 @click.pass_context
 def _push(ctx: click.Context, wait: float) -> None:
     """Bring every chunk that the further place (--far) lacks there.
@@ -134,4 +140,31 @@ def _push(ctx: click.Context, wait: float) -> None:
         ctx.exit(1)
 
 
-COMMANDS = (_scrub, _stats, _doctor, _migrate, _push)
+@click.command("decisions")
+@click.option("--session", help="Of this session only.")
+@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="At most.")
+@click.pass_context
+def _decisions(ctx: click.Context, session: str | None, limit: int) -> None:
+    """List what was decided and why, and choose again between restore and prefill from the record.
+
+    Exit code 1 if a choice does not come out the same.
+    """
+    from forkserve.store.decisions import decisions
+
+    at: Where = ctx.obj
+    with at.open() as store:
+        found = decisions(store.catalog, session, limit)
+    again = {True: "same", False: "DIFFERS", None: ""}
+    rows = [{**row, "again": again[row["repeats"]]} for row in found]
+    ms = dict.fromkeys(("gain_ms", "cost_ms", "actual_ms"), _ms)
+    words = ("id", "session", "node", "what", "verdict", "reason", "tokens")
+    at.say(found, table(rows, {**dict.fromkeys(words, str), **ms, "again": str}, "no decision"))
+    if any(row["repeats"] is False for row in found):
+        ctx.exit(1)
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+COMMANDS = (_scrub, _stats, _doctor, _decisions, _migrate, _push)

@@ -63,9 +63,13 @@ class BranchPrior:
 
     def _cells_of(self, role: str, branch: str) -> list[int]:
         """One cell per row, by double hashing."""
-        role_bytes = role.encode()
+        role_bytes = role.encode("utf-8", "surrogatepass")  # names may come from a model
         # The role's length keeps ("a", "bc") apart from ("ab", "c").
-        key = len(role_bytes).to_bytes(8, "little") + role_bytes + branch.encode()
+        key = (
+            len(role_bytes).to_bytes(8, "little")
+            + role_bytes
+            + branch.encode("utf-8", "surrogatepass")
+        )
         digest = hashlib.blake2b(key, digest_size=16).digest()
         first = int.from_bytes(digest[:8], "little")
         step = int.from_bytes(digest[8:], "little") | 1

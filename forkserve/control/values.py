@@ -32,7 +32,9 @@ def number(name: str, value: Any, low: float = 0.0, high: float = float("inf")) 
 
 
 def text(name: str, value: Any) -> str:
-    """A string.  Raises ConfigError."""
+    """A string that UTF-8 can hold: no half of a surrogate pair.  Raises ConfigError."""
     if not isinstance(value, str):
         raise ConfigError(f"{name}={value!r} must be a string, not {type(value).__name__}")
+    if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+        raise ConfigError(f"{name}={value!r} holds half of a surrogate pair: it is no text")
     return value

@@ -15,15 +15,16 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field
 
 from forkserve.errors import StoreError
 from forkserve.store import faults
 from forkserve.store.chunks import ChunkFault, Header, check_payload, parse_header
-from forkserve.store.identity import Fingerprint, parse_fingerprint, plan_chain
-from forkserve.store.records import NameRecord, read_name
+from forkserve.store.identity import Fingerprint, parse_fingerprint, plan_chain, root_id
+from forkserve.store.records import NameRecord, read_name, require_name
 from forkserve.store.seal import Sealer
 from forkserve.store.vault import Vault
 
@@ -59,7 +60,9 @@ def export_names(
     The file appears whole or not at all.  Raises StoreError (unknown name, a chunk that is damaged
     or not readable), OSError.
     """
-    chosen = list(names) or [str(r[0]) for r in vault.catalog.read("SELECT name FROM name")]
+    chosen = list(dict.fromkeys(names)) or [
+        str(r[0]) for r in vault.catalog.read("SELECT name FROM name")
+    ]
     if not chosen:
         raise StoreError("the store has no named state to export")
     rows = [_name_row(vault, name) for name in chosen]
@@ -147,6 +150,40 @@ def _hash(body: str, sealer: Sealer | None) -> str:
 
 # -------------------------------------------------------------------- import
 
+_Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+class _NameOf(BaseModel):
+    """A row of table `name`, as a manifest has it: base64 for bytes."""
+
+    model_config = _STRICT
+    name: str
+    session: str
+    node: int
+    tenant: str
+    seed: str = Field(pattern=r"^-?[0-9]{1,40}$")
+    root: _Hex
+    chain: _Hex | None
+    tokens: int = Field(ge=0)
+    created_at: float = Field(allow_inf_nan=False)
+    salt: str
+    ids: str
+    fingerprint: str
+
+
+class _ChunkOf(BaseModel):
+    model_config = _STRICT
+    content: _Hex
+    bytes: int = Field(ge=0)
+    places: list[str]
+
+
+class _Manifest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+    names: list[_NameOf]
+    chunks: list[_ChunkOf]
+
 
 def import_bundle(vault: Vault, source: Path, progress: Progress | None = None) -> Bundle:
     """Check a whole bundle, then take its chunks and names in.
@@ -189,8 +226,13 @@ def _check(vault: Vault, source: Path, progress: Progress | None) -> dict[str, A
         raise StoreError(f"{source}: the manifest was changed, or made with another key")
     if manifest.get("format") != _FORMAT:
         raise StoreError(f"{source} has format {manifest.get('format')}; {_FORMAT} is known")
-    for row in manifest["names"]:
-        _check_name(vault, row)
+    try:
+        _Manifest.model_validate(manifest)
+        for row in manifest["names"]:
+            _check_name(vault, row)
+    except ValueError as error:  # of pydantic, and of text that is no base64 or no UTF-8
+        why = str(error).replace("\n", " ")
+        raise StoreError(f"{source}: the manifest makes no sense: {why[:300]}") from None
     count = len(manifest["chunks"])
     for number, _ in enumerate(_members(source, manifest)):
         if progress is not None:
@@ -226,12 +268,14 @@ def _members(source: Path, manifest: dict[str, Any]) -> Iterator[tuple[Header, b
 
 def _check_name(vault: Vault, row: dict[str, Any]) -> None:
     """The text of a name must give its chain, and no name may change its meaning here."""
+    require_name(row["name"])
     parse_fingerprint(row["fingerprint"])
     if vault.sealer is None:
         ids, salt = base64.b64decode(row["ids"]), base64.b64decode(row["salt"]).decode()
         tokens = [int.from_bytes(ids[i : i + 4], "little") for i in range(0, len(ids), 4)]
         links = [link.id.hex() for link in plan_chain(tokens, salt)]
-        if len(tokens) != row["tokens"] or (row["chain"] and row["chain"] not in links):
+        fits = len(tokens) == row["tokens"] and row["root"] == root_id(salt).hex()
+        if not fits or (row["chain"] and row["chain"] not in links):
             raise StoreError(f"the text of '{row['name']}' does not give its chain")
     here = vault.catalog.read("SELECT root, tokens FROM name WHERE name = ?", (row["name"],))
     if here and _text(vault, row["name"]) != _plain(vault, row):

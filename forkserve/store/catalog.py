@@ -7,12 +7,14 @@ processes queue up instead of failing half-way.  Tensor bytes never enter the da
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from errno import EBUSY
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +23,7 @@ from forkserve.store import owner, schema
 from forkserve.store.chunks import LOSSY, Header
 from forkserve.store.identity import Fingerprint, Link
 
-__all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Found", "Role"]
+__all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Found", "Role", "doomed"]
 
 Role = Literal["owner", "shared", "reader"]
 
@@ -44,6 +46,14 @@ class Found:
 
 INTENT = 1e18  # `due_at` of an outbox row that stands for a copy under way, not for a queued one
 CLAIM_S = 120.0  # s that a process may take to copy one chunk
+
+
+def doomed(content: str, place: str) -> str:
+    """What a lease holds while an object of a further place is deleted (`collect`)."""
+    return f"delete {content} in {place}"
+
+
+_FINGERPRINT = "SELECT id, fields FROM fingerprint WHERE digest = ?"
 
 _LOOKUP = """
 SELECT w.key, c.id, c.parent, c.start, c.tokens, p.content, p.format, p.bytes,
@@ -84,6 +94,8 @@ class Catalog:
         self.behind: tuple[str, int] | None = None
         self._lock = threading.RLock()
         self._db = schema.connect(folder, read_only=role == "reader", full_sync=full_sync)
+        self._file = _identity(folder / schema.FILE)
+        self._pid = os.getpid()
         self._prints: dict[bytes, int] = {}
         if role == "owner":
             try:
@@ -96,7 +108,9 @@ class Catalog:
                 self.event("takeover", pid=self.own.taken_from, epoch=self.own.epoch)
 
     def close(self) -> None:
-        """Give ownership back and close the file.  Idempotent."""
+        """Give ownership back and close the file.  Idempotent; a forked child has neither."""
+        if self.inherited:
+            return
         with self._lock:
             if self.own is not None:
                 try:
@@ -107,6 +121,18 @@ class Catalog:
                 self.own = None
             self._db.close()
 
+    @property
+    def inherited(self) -> bool:
+        """True in a process that was forked from the one that opened this."""
+        return os.getpid() != self._pid
+
+    def _require_mine(self) -> None:
+        """A connection of SQLite must not be used on both sides of a fork."""
+        if self.inherited:
+            raise StoreError(
+                f"this store belongs to process {self._pid}; open one of your own after a fork"
+            )
+
     # ---------------------------------------------------------------- transactions
 
     @contextmanager
@@ -114,11 +140,18 @@ class Catalog:
         """One transaction; commits at the end of the block, rolls back on an error.
 
         owned: also check that this process still owns the sessions.  Raises CatalogFault when the
-        database cannot be written, StoreError for a reader or after a take-over.
+        database cannot be written, or is not the file any more that was opened (what SQLite writes
+        to a deleted file is lost without an error); StoreError for a reader or after a take-over.
         """
         if self.role == "reader":
             raise StoreError("this store was opened for reading only")
+        self._require_mine()
         with self._lock:
+            if _identity(self.folder / schema.FILE) != self._file:
+                raise CatalogFault(
+                    f"{self.folder / schema.FILE} was removed or replaced while it was open; "
+                    "open the store again"
+                )
             try:
                 self._db.execute("BEGIN IMMEDIATE")
             except sqlite3.Error as error:
@@ -136,17 +169,22 @@ class Catalog:
                     raise
                 if isinstance(error, sqlite3.Error):
                     raise CatalogFault(f"the catalog cannot be written: {error}") from error
+                if isinstance(error, UnicodeEncodeError):
+                    raise StoreError(f"{error.object!r} is no text: {error}") from None
                 raise
 
     def read(
         self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()
     ) -> list[tuple[Any, ...]]:
         """Rows of one query.  Raises CatalogFault."""
+        self._require_mine()
         with self._lock:
             try:
                 return self._db.execute(sql, values).fetchall()
             except sqlite3.Error as error:
                 raise CatalogFault(f"the catalog cannot be read: {error}") from error
+            except UnicodeEncodeError as error:
+                raise StoreError(f"{error.object!r} is no text: {error}") from None
 
     @contextmanager
     def locked(self) -> Iterator[sqlite3.Connection]:
@@ -157,14 +195,14 @@ class Catalog:
     # ---------------------------------------------------------------- chunks
 
     def fingerprint(self, db: sqlite3.Connection, made: Fingerprint) -> int:
-        """Row id of a fingerprint; written on first use."""
+        """Row id of a fingerprint; written on first use.  StoreError: see `known_fingerprint`."""
         known = self._prints.get(made.digest)
         if known is not None:
             return known
-        row = db.execute(
-            "SELECT id FROM fingerprint WHERE digest = ?", (made.digest.hex(),)
-        ).fetchone()
-        if row is None:
+        row = db.execute(_FINGERPRINT, (made.digest.hex(),)).fetchone()
+        if row is not None:
+            _require_equal(made, row[1])
+        else:
             row = db.execute(
                 "INSERT INTO fingerprint (digest, fields, created_at) VALUES (?, ?, ?)"
                 " RETURNING id",
@@ -173,12 +211,16 @@ class Catalog:
         return int(row[0])  # cached by `known_fingerprint` only: this insert may roll back
 
     def known_fingerprint(self, made: Fingerprint) -> int | None:
-        """Row id of a fingerprint that was committed before, or None."""
+        """Row id of a fingerprint that was committed before, or None.
+
+        Raises StoreError when another process has given the digest to other fields.
+        """
         known = self._prints.get(made.digest)
         if known is None:
-            rows = self.read("SELECT id FROM fingerprint WHERE digest = ?", (made.digest.hex(),))
+            rows = self.read(_FINGERPRINT, (made.digest.hex(),))
             if not rows:
                 return None
+            _require_equal(made, rows[0][1])
             known = self._prints[made.digest] = int(rows[0][0])
         return known
 
@@ -291,12 +333,15 @@ class Catalog:
 
         Returns the question, for `record`, whether the note still stands: it goes with the part
         when gc takes that, and the object with it.  Raises FileNotFoundError when the part is not
-        in the catalog any more, CatalogFault.
+        in the catalog any more, OSError while gc is deleting that very object, CatalogFault.
         """
         now = self.now()
         with self.write() as db:
             if not db.execute("SELECT 1 FROM part WHERE content = ?", (content,)).fetchone():
                 raise FileNotFoundError(f"chunk {content[:16]} was collected meanwhile")
+            gone = db.execute("SELECT 1 FROM lease WHERE chain = ?", (doomed(content, place),))
+            if gone.fetchone():
+                raise OSError(EBUSY, f"chunk {content[:16]} is being deleted from {place}")
             db.execute(
                 "INSERT OR IGNORE INTO outbox"
                 " (content, place, due_at, taken_by, taken_until, created_at)"
@@ -384,6 +429,24 @@ class Catalog:
         """`StatCache`: note it; a cache that cannot be written is no reason to stop."""
         with suppress(StoreError), self.write() as db:
             db.execute("INSERT OR REPLACE INTO weights VALUES (?, ?, ?, ?, ?)", (*key, hexdigest))
+
+
+def _require_equal(made: Fingerprint, fields: str) -> None:
+    """The first who registers a digest says what it means; who means another writes nothing."""
+    if fields != made.text:
+        raise StoreError(
+            f"fingerprint {made.digest.hex()[:16]} stands for other fields in this store: "
+            "nothing is shared under it"
+        )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; None if it is gone."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _event(db: sqlite3.Connection, at: float, kind: str, detail: Mapping[str, Any]) -> None:

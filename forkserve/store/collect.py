@@ -3,7 +3,9 @@
 Roots are names, pins whose time is not over, chains that somebody reads now (`lease`), and the
 committed text of sessions that are not closed.  A chunk is kept with all its ancestors.  Rows go
 first, in one transaction; then each file is deleted inside a transaction that has checked that no
-row names it, so that a publish of the same chunk in another process sees it gone or keeps it.
+row names it, so that a publish of the same chunk in another process sees it gone or keeps it.  An
+object of a further place is deleted outside of it, under a lease that no copy to there overrides:
+a place that takes its time must not keep everybody from the catalog.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from forkserve.store import faults
-from forkserve.store.lease import tidy
+from forkserve.store.catalog import doomed
+from forkserve.store.lease import hold, let_go, tidy
 from forkserve.store.vault import Vault
 
 __all__ = ["GRACE_S", "Swept", "collect", "delete_unnamed", "reachable"]
 
 GRACE_S = 24 * 3600.0  # s that garbage stays: a publish may be about to name it
 _BATCH = 64  # files deleted while the catalog is locked
+_DELETE_S = 86_400.0  # s of a lease to delete; it ends with its process, too
 
 
 @dataclass(slots=True)
@@ -102,9 +106,10 @@ def collect(
                 (_now(vault), limit),
             )
     faults.reach("gc.unlisted")
-    named = {row[0] for row in catalog.read("SELECT content FROM replica")}
     gone = {row[0] for row in dead}
     for place, depot in vault.depots.items():
+        rows = catalog.read("SELECT content FROM replica WHERE place = ?", (place,))
+        named = {row[0] for row in rows}
         files = [
             stat.key
             for stat in depot.entries()
@@ -122,10 +127,20 @@ def collect(
 
 def delete_unnamed(vault: Vault, place: str, keys: Sequence[str]) -> Iterator[int]:
     """Delete files that no row names (asked again, under the lock); yields how many are done."""
-    depot = vault.depots[place]
+    depot, catalog = vault.depots[place], vault.catalog
+    near = place == next(iter(vault.depots))
     for begin in range(0, len(keys), _BATCH):
         batch = keys[begin : begin + _BATCH]
-        with vault.catalog.write() as db:
+        with catalog.write() as db:
             free = [key for key in batch if not db.execute(_NAMED, (key, place)).fetchone()]
-            depot.delete(free)
+            if near:
+                depot.delete(free)
+            else:
+                held = hold(db, [doomed(key, place) for key in free], catalog.now(), _DELETE_S)
+        if not near:
+            faults.reach("far.doomed")
+            try:
+                depot.delete(free)
+            finally:
+                let_go(catalog, held)
         yield begin + len(batch)

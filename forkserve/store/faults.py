@@ -28,6 +28,7 @@ POINTS = (
     "gc.marked",
     "gc.unlisted",
     "gc.deleted",
+    "far.doomed",
     "evict.copied",
     "evict.unlisted",
     "evict.deleted",

@@ -106,8 +106,14 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def root_id(salt: str) -> bytes:
-    """Start of every chain of one salt: equal tokens under two salts share no id."""
-    return digest(_ROOT, salt.encode())
+    """Start of every chain of one salt: equal tokens under two salts share no id.
+
+    Raises StoreError for a salt that UTF-8 cannot hold.
+    """
+    try:
+        return digest(_ROOT, salt.encode())
+    except UnicodeEncodeError as error:
+        raise StoreError(f"the salt {salt!r} is no text: {error}") from None
 
 
 def chunk_id(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:

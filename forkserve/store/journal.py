@@ -140,6 +140,7 @@ class TreeJournal:
             sql = "DELETE FROM tool_output WHERE session = ? AND tool = ?"
             self._note(shadow, sql, (session, tool))
             return
+        tool = _storable(tool)  # what is sealed is bound to the name that is stored
         ids = self._sealed(token_bytes(output), f"tool{session}/{tool}".encode())
         sql = "INSERT INTO tool_output (session, tool, ids, at) VALUES (?,?,?,?)"
         self._note(shadow, sql, (session, tool, ids, self._catalog.now()))
@@ -273,7 +274,7 @@ class TreeJournal:
             for sql, rows in change.statements:
                 if sql.startswith("INSERT INTO session"):
                     rows = [(*row, which) for row in rows]
-                db.executemany(sql, rows)
+                db.executemany(sql, [tuple(map(_storable, row)) for row in rows])
             faults.reach("journal.written")
         faults.reach("journal.committed")
 
@@ -361,3 +362,13 @@ class TreeJournal:
 
     def _sealed(self, plain: bytes, place: bytes) -> bytes:
         return self._sealer.seal(plain, place) if self._sealer is not None else plain
+
+
+def _storable(value: Any) -> Any:
+    """A name as the database can hold it: half of a surrogate pair is written as an escape.
+
+    Names of branches come from programs, which may have them from a model.
+    """
+    if not isinstance(value, str) or value.isascii():
+        return value
+    return value.encode("utf-8", "backslashreplace").decode()

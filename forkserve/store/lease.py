@@ -16,7 +16,7 @@ from forkserve.errors import StoreError
 from forkserve.store import owner
 from forkserve.store.catalog import INTENT, Catalog
 
-__all__ = ["TTL_S", "lease", "tidy"]
+__all__ = ["TTL_S", "hold", "lease", "let_go", "tidy"]
 
 TTL_S = 600.0  # s that a reader may take; a restore of a long trunk takes seconds
 
@@ -28,19 +28,29 @@ def lease(catalog: Catalog, chains: Sequence[str], ttl_s: float = TTL_S) -> Iter
     A reader of a read-only store, or of a catalog that cannot be written, goes on without one: what
     it has opened stays readable, what it has not may turn out to be gone and is computed.
     """
-    token, held = uuid.uuid4().hex, False
+    token = ""
     if catalog.role != "reader" and chains:
         with suppress(StoreError), catalog.write() as db:
-            now, holder = catalog.now(), owner.who()
-            rows = [(chain, token, holder, now, ttl_s) for chain in chains]
-            db.executemany("INSERT INTO lease VALUES (?, ?, ?, ?, ?)", rows)
-            held = True
+            token = hold(db, chains, catalog.now(), ttl_s)
     try:
-        yield held
+        yield bool(token)
     finally:
-        if held:
-            with suppress(StoreError), catalog.write() as db:
-                db.execute("DELETE FROM lease WHERE token = ?", (token,))
+        let_go(catalog, token)
+
+
+def hold(db: sqlite3.Connection, what: Sequence[str], now: float, ttl_s: float) -> str:
+    """Begin a lease inside a transaction; returns its token, for `let_go`."""
+    token, holder = uuid.uuid4().hex, owner.who()
+    rows = [(one, token, holder, now, ttl_s) for one in what]
+    db.executemany("INSERT INTO lease VALUES (?, ?, ?, ?, ?)", rows)
+    return token
+
+
+def let_go(catalog: Catalog, token: str) -> None:
+    """End a lease; one that cannot be struck now ends with its time or its process."""
+    if token:
+        with suppress(StoreError), catalog.write() as db:
+            db.execute("DELETE FROM lease WHERE token = ?", (token,))
 
 
 def tidy(db: sqlite3.Connection, now: float) -> int:

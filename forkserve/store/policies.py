@@ -6,7 +6,7 @@ A policy is any object with these two methods; the three here are the usual ones
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from forkserve.errors import ConfigError
 
@@ -34,6 +34,7 @@ class Held:
     live: bool
 
 
+@runtime_checkable
 class Policy(Protocol):
     """Decides what is published on its own, and what goes first."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from forkserve.errors import StoreError
 from forkserve.store.catalog import Catalog
 from forkserve.store.chunks import ChunkFault
-from forkserve.store.identity import Fingerprint, root_id, token_bytes
+from forkserve.store.identity import Fingerprint, parse_fingerprint, root_id, token_bytes
 from forkserve.store.seal import Sealer
 
 __all__ = [
@@ -19,6 +19,8 @@ __all__ = [
     "read_session",
     "remove_name",
     "rename",
+    "require_model",
+    "require_name",
     "write_name",
 ]
 
@@ -74,6 +76,31 @@ class NameRecord:
     seed: int
     tokens: array[int]
     chain: str | None
+    fingerprint: str = ""  # of the model that made it; given when it was read
+
+
+def require_name(name: object) -> None:
+    """Raise StoreError for what cannot be the name of a state."""
+    if not isinstance(name, str) or not name or len(name) > 512 or not name.isprintable():
+        raise StoreError(f"{name!r} is no name: 1 to 512 printable characters")
+
+
+def require_model(catalog: Catalog, made: Fingerprint, digest: str, what: str) -> None:
+    """Raise StoreError unless a state was made by the model of `made`.
+
+    Token ids of another model say another text.  Page size, dtype of KV, kernels and version may
+    differ: then the rows are computed again.
+    """
+    if digest == made.digest.hex():
+        return
+    rows = catalog.read("SELECT fields FROM fingerprint WHERE digest = ?", (digest,))
+    then = parse_fingerprint(rows[0][0]).fields if rows else {}
+    for field in ("architecture", "weights", "adapter"):
+        if then.get(field) != made.fields[field]:
+            raise StoreError(
+                f"{what} was made by another model: {field} was {then.get(field)}, and is "
+                f"{made.fields[field]} here; open it with that model"
+            )
 
 
 def read_session(catalog: Catalog, session: str, sealer: Sealer | None) -> SessionRecord | None:
@@ -173,11 +200,13 @@ def write_name(catalog: Catalog, made: Fingerprint, of: NameRecord, sealer: Seal
 def read_name(catalog: Catalog, name: str, sealer: Sealer | None) -> NameRecord:
     """A named state.  Raises StoreError when there is none, or it does not open."""
     rows = catalog.read(
-        "SELECT session, node, tenant, salt, seed, chain, ids FROM name WHERE name = ?", (name,)
+        "SELECT n.session, n.node, n.tenant, n.salt, n.seed, n.chain, n.ids, f.digest"
+        " FROM name AS n JOIN fingerprint AS f ON f.id = n.fingerprint WHERE n.name = ?",
+        (name,),
     )
     if not rows:
         raise StoreError(f"the store has no state named '{name}'")
-    session, node, tenant, salt, seed, chain, ids = rows[0]
+    session, node, tenant, salt, seed, chain, ids, digest = rows[0]
     place = name.encode()
     return NameRecord(
         name=name,
@@ -188,6 +217,7 @@ def read_name(catalog: Catalog, name: str, sealer: Sealer | None) -> NameRecord:
         seed=int(seed),
         tokens=_ids(_opened(ids, b"name" + place, sealer)),
         chain=chain,
+        fingerprint=digest,
     )
 
 
@@ -199,7 +229,8 @@ def remove_name(catalog: Catalog, name: str) -> None:
 
 
 def rename(catalog: Catalog, name: str, to: str, sealer: Sealer | None) -> None:
-    """Give a state another name.  Raises StoreError: unknown, taken, or sealed with another key."""
+    """Give a state another name.  Raises StoreError: unknown, taken, no name, or another key."""
+    require_name(to)
     found = read_name(catalog, name, sealer)  # what is sealed is bound to its name
     salt, raw = found.salt.encode(), token_bytes(found.tokens)
     if sealer is not None:

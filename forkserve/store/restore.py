@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
 
 from forkserve.store.catalog import Found
 from forkserve.store.identity import Fingerprint
@@ -60,44 +63,83 @@ class RestoreCost:
             self._vault.catalog.set_setting(self._setting, f"{self.rate:.1f} {self.measured}")
 
 
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A chunk that is being read, for one caller or several."""
+
+    key: tuple[bytes, str]
+    future: Future[Loaded | None]
+    users: int = 1
+
+
 class Restorer:
     """Loads chunks for any number of callers; a chunk that two want at once is read once."""
 
     def __init__(self, vault: Vault, threads: int = 2) -> None:
         self.cost = RestoreCost(vault)
         self.memory_cost = RestoreCost(vault, "memory_cost", 0.05, 2e9 / 1e3)
+        self.patience_s = 30.0  # for one chunk, when none came meanwhile
         self.reads = 0  # chunks opened
         self.shared = 0  # chunks that somebody else was reading already
         self._vault = vault
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="forkserve-restore")
-        self._flights: dict[tuple[bytes, str], Future[Loaded | None]] = {}
+        self._ahead = threads + 2
+        self._flights: dict[tuple[bytes, str], _Flight] = {}
         self._lock = threading.Lock()
 
     def fetch(self, made: Fingerprint, chain: Sequence[Found]) -> Iterator[Loaded]:
-        """The chunks of a chain in order, up to the first that no place has sound."""
-        ahead = [self._start(made, found) for found in chain]
-        for future in ahead:
-            loaded = future.result()
-            if loaded is None:
-                return
-            yield loaded
+        """The chunks of a chain in order, up to the first that no place has sound, or that takes
+        longer than `patience_s` to come: the rest is computed.
 
-    def _start(self, made: Fingerprint, found: Found) -> Future[Loaded | None]:
+        A few are read ahead.  Whoever stops asking leaves at most one a thread being read.
+        """
+        rest = iter(chain)
+        ahead = deque(self._start(made, found) for found in islice(rest, self._ahead))
+        try:
+            while ahead:
+                try:
+                    loaded = ahead[0].future.result(self.patience_s)
+                except TimeoutError:
+                    self._vault.catalog.event("read_slow", s=self.patience_s)
+                    return
+                self._leave(ahead.popleft())
+                if loaded is None:
+                    return
+                ahead.extend(self._start(made, found) for found in islice(rest, 1))
+                yield loaded
+        finally:
+            for flight in ahead:
+                self._leave(flight)
+
+    def _start(self, made: Fingerprint, found: Found) -> _Flight:
         key = (made.digest, found.content)
         with self._lock:
             flight = self._flights.get(key)
             if flight is not None:
                 self.shared += 1
+                flight.users += 1
                 return flight
             self.reads += 1
-            flight = self._pool.submit(self._vault.load, made, found)
+            flight = _Flight(key, self._pool.submit(self._vault.load, made, found))
             self._flights[key] = flight
-        flight.add_done_callback(lambda done: self._landed(key, done))
+        # The callback must not hold the flight: as a cycle it would keep the chunk mapped.
+        flight.future.add_done_callback(lambda done: self._landed(key, done))
         return flight
 
-    def _landed(self, key: tuple[bytes, str], flight: Future[Loaded | None]) -> None:
+    def _leave(self, flight: _Flight) -> None:
+        """One of those who asked has it, or does not want it any more."""
         with self._lock:
-            if self._flights.get(key) is flight:
+            flight.users -= 1
+            unwanted = not flight.users
+            if unwanted and self._flights.get(flight.key) is flight:
+                del self._flights[flight.key]  # nobody may join it now
+        if unwanted:
+            flight.future.cancel()  # one that is being read, or was, is not stopped by this
+
+    def _landed(self, key: tuple[bytes, str], done: Future[Loaded | None]) -> None:
+        with self._lock:
+            flight = self._flights.get(key)
+            if flight is not None and flight.future is done:
                 del self._flights[key]
 
     def close(self) -> None:

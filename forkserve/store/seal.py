@@ -66,6 +66,9 @@ class Sealer:
 
 def load_key(source: str) -> bytes:
     """A key of 64 hex digits from "env:NAME" or from a file.  Raises ConfigError."""
+    if not isinstance(source, str | os.PathLike) or not os.fspath(source):
+        raise ConfigError(f"encrypt={source!r} must name a key file, or be 'env:NAME'")
+    source = os.fspath(source)
     if source.startswith("env:"):
         text = os.environ.get(source[4:], "")
         if not text:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from pydantic import TypeAdapter, ValidationError
 
 from forkserve.errors import ConfigError, StoreError
 from forkserve.store.behind import WriteBehind
@@ -39,7 +41,7 @@ class Store:
     sealed on disk.
     full_sync: sync the catalog at every transaction, so that a power cut loses nothing either.
     far: more places to read from and to copy to, nearest first: an `S3Depot`, or a URL for
-    `forkserve.store.depots.depot_at`.
+    `forkserve.store.depots.depot_at`.  Each needs a name (`place`) of its own.
     restore: "auto" brings rows back when that is predicted to be faster than computing them.
     queue: publishes that may wait.  force: take the store from an owner that cannot be checked.
     policy: what is stored without being asked and what goes first (`forkserve.store.policies`);
@@ -77,15 +79,30 @@ class Store:
         policy: Policy | None = None,
         force: bool = False,
     ) -> None:
-        if restore not in ("auto", "always", "never"):
-            raise ConfigError(f"restore='{restore}' is not known; auto, always and never are")
+        _known("restore", restore, ("auto", "always", "never"))
+        _known("role", role, get_args(Role))
+        if isinstance(far, str) or not isinstance(far, Sequence):
+            raise ConfigError(f"far={far!r} must be a list of places: far=['s3://bucket/prefix']")
         if (write_behind or far_bytes is not None) and not far:
             raise ConfigError("write_behind and far_bytes need a place in far=[...]")
-        if device_bytes is not None and (device_bytes < 1 or memory_bytes is None):
-            raise ConfigError(
-                f"device_bytes={device_bytes} must be > 0, and memory_bytes= say how much may move"
-            )
-        self.folder = Path(folder)
+        sizes = {"budget": budget_bytes, "far": far_bytes, "memory": memory_bytes}
+        for name, value in {**sizes, "device": device_bytes}.items():
+            if value is not None:
+                _positive(f"{name}_bytes", value, int)
+        if device_bytes is not None and memory_bytes is None:
+            raise ConfigError(f"device_bytes={device_bytes} needs memory_bytes=: how much may move")
+        _positive("queue", queue, int)
+        if scrub_bytes_s is not None:
+            _positive("scrub_bytes_s", scrub_bytes_s, float)
+        if policy is not None and not isinstance(policy, Policy):
+            raise ConfigError(f"policy={policy!r} has no publish(moment, seen) and value(held)")
+        try:
+            if not os.fspath(folder) or "\0" in os.fsdecode(folder):
+                raise ValueError("a path is neither empty nor does it hold a zero byte")
+            # The process may change its directory.
+            self.folder = Path(os.path.abspath(os.fsdecode(folder)))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{folder!r} is no directory for a store: {error}") from None
         self.device_bytes = device_bytes
         self.meter = Meter()
         self.moving: Callable[[], int] = lambda: 0  # moves between tiers that wait in an engine
@@ -99,6 +116,7 @@ class Store:
                 self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             places = [depot_at(one) if isinstance(one, str) else one for one in far]
             near = disk or LocalDepot(self.folder / "chunks", create=role != "reader")
+            _distinct([near, *places])
         except OSError as error:
             raise StoreError(f"cannot use {self.folder} as a store: {error}") from error
         self.catalog = Catalog(self.folder, role, full_sync=full_sync, force=force)
@@ -196,8 +214,11 @@ class Store:
         return {"tiers": tiers, "queued": queued, "process": process, "totals": totals}
 
     def close(self) -> None:
-        """Finish what is queued, give ownership back, close files.  Idempotent."""
-        if self._closed:
+        """Finish what is queued, give ownership back, close files.  Idempotent.
+
+        In a forked child it does nothing: threads, ownership and files are the parent's.
+        """
+        if self._closed or self.catalog.inherited:
             return
         self._closed = True
         self.publisher.close()
@@ -224,3 +245,36 @@ class Store:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _known(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} is not known; {', '.join(choices)} are")
+
+
+def _positive(name: str, value: object, kind: type[int] | type[float]) -> None:
+    try:
+        found = TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        found = 0
+    if not found > 0:
+        raise ConfigError(f"{name}={value!r} must be a positive {kind.__name__}, or left out")
+
+
+def _distinct(places: Sequence[Depot]) -> None:
+    """Raise ConfigError when two places share a name or a directory: one would hide the other."""
+    names: set[str] = set()
+    folders: set[Path] = set()
+    for depot in places:
+        if not isinstance(depot, Depot):
+            raise ConfigError(f"{depot!r} is no place for chunks: give a URL or a Depot")
+        if depot.place in names:
+            raise ConfigError(
+                f"two places are called '{depot.place}'; give each a name of its own: "
+                "LocalDepot(folder, place='archive')"
+            )
+        names.add(depot.place)
+        if isinstance(depot, LocalDepot):
+            if depot.folder.resolve() in folders:
+                raise ConfigError(f"{depot.folder} is given as two places")
+            folders.add(depot.folder.resolve())

@@ -181,10 +181,10 @@ class Vault:
         if room is not None:
             room(sum(_blocks(header.file_bytes) for header, _ in staged))
         for attempt in range(_TRIES):
-            stats = depot.put([(header.content, parts) for header, parts in staged])
-            faults.reach("publish.stored")
-            pairs = [(h, s.used) for (h, _), s in zip(staged, stats, strict=True)]
             try:
+                stats = depot.put([(header.content, parts) for header, parts in staged])
+                faults.reach("publish.stored")
+                pairs = [(h, s.used) for (h, _), s in zip(staged, stats, strict=True)]
                 lost = self.catalog.record(
                     depot.place, pairs, lambda key: depot.stat(key) is not None
                 )

@@ -11,14 +11,64 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 NEED_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 PLAIN = ["fork", "tick", "pages", "decorator", "trees", "trajectories"]
 ON_A_MODEL = ["variants", "fanout", "ttft", "turns", "speed", "store"]
-KEYS = {"name", "title", "tables", "targets", "notes", "others_cpu", "wall_s", "quick"}
-KEYS |= {"command", "date", "commit", "machine", "versions"}
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+class TableOf(BaseModel):
+    """One question and its rows."""
+
+    model_config = STRICT
+    title: str = Field(min_length=1)
+    columns: list[str] = Field(min_length=1)
+    rows: list[dict[str, str | int | float | None]] = Field(min_length=1)
+
+
+class TargetOf(BaseModel):
+    """One promised number."""
+
+    model_config = STRICT
+    what: str = Field(min_length=1)
+    wanted: str = Field(min_length=1)
+    value: float | None
+    met: bool | None
+    why: str
+
+
+class MachineOf(BaseModel):
+    """Where it was taken."""
+
+    model_config = STRICT
+    cores: int = Field(ge=1)
+    threads: int = Field(ge=1)
+    system: str = Field(min_length=1)
+    cpu: str = Field(min_length=1)
+    memory_gb: float = Field(gt=0)
+
+
+class ResultOf(BaseModel):
+    """Schema of a result: nothing may be missing, nothing unknown be there."""
+
+    model_config = STRICT
+    name: str = Field(pattern=r"^[a-z_]+$")
+    title: str = Field(min_length=1)
+    tables: list[TableOf] = Field(min_length=1)
+    targets: list[TargetOf]
+    notes: list[str]
+    others_cpu: float | None = Field(ge=0, le=1)
+    wall_s: float = Field(gt=0)
+    quick: bool
+    command: str = Field(pattern=r"^python -m benchmarks")
+    date: str = Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$")
+    commit: str = Field(pattern=r"^([0-9a-f]{40}|unknown)\+?$")
+    machine: MachineOf
+    versions: dict[str, str]
 
 
 def kept() -> dict[Path, int]:
@@ -41,7 +91,7 @@ def quick(tmp_path: Path, *names: str) -> list[dict[str, Any]]:
 
 
 def check(result: dict[str, Any], name: str) -> None:
-    assert result.keys() == KEYS
+    ResultOf.model_validate_json(json.dumps(result))
     assert (result["name"], result["quick"]) == (name, True)
     assert result["tables"]
     for table in result["tables"]:
@@ -51,6 +101,23 @@ def check(result: dict[str, Any], name: str) -> None:
         assert target["met"] in (True, False, None)
     assert result["machine"]["cores"] >= 1
     assert "python" in result["versions"]
+
+
+@pytest.mark.parametrize("path", sorted((RESULTS / "cpu").glob("*.json")), ids=lambda p: p.stem)
+def test_kept_results_lack_no_field(path: Path) -> None:
+    text = path.read_text()
+    found = ResultOf.model_validate_json(text)
+    assert (found.name, found.quick) == (path.stem, False)
+    assert {"python", "numpy"} <= found.versions.keys()
+    for table in found.tables:
+        assert all(list(row) == table.columns for row in table.rows)
+    for field in ResultOf.model_fields:
+        with pytest.raises(ValidationError):
+            ResultOf.model_validate_json(
+                json.dumps({k: v for k, v in json.loads(text).items() if k != field})
+            )
+    with pytest.raises(ValidationError):
+        ResultOf.model_validate_json(json.dumps({**json.loads(text), "more": 1}))
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,47 @@ def test_a_manifest_with_a_matching_hash_must_still_fit(
         with pytest.raises(StoreError):
             import_bundle(store.vault, bundle)
         assert store.catalog.usage() == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("name", "two\nlines"),
+        ("name", 5),
+        ("seed", "x"),
+        ("root", "0" * 64),  # of another salt
+        ("root", "x"),
+        ("chain", 7),
+        ("tokens", -1),
+        ("created_at", "soon"),
+        ("salt", "~"),
+        ("salt", "/w=="),  # no UTF-8
+        ("ids", "AAA="),
+        ("ids", None),
+        ("fingerprint", "{}"),
+        ("fingerprint", 3),
+        ("node", 1.5),
+        ("more", 1),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_a_typed_error(
+    tmp_path: Path, bundle: Path, key: str, value: Any
+) -> None:
+    """Whoever makes a bundle can make its hash as well."""
+    from forkserve.store.bundle import _add, _signed
+
+    with tarfile.open(bundle) as tar:
+        members = [(info.name, tar.extractfile(info).read()) for info in tar]  # type: ignore[union-attr]
+    manifest = json.loads(json.loads(members[0][1])["manifest"])
+    manifest["names"][0][key] = value
+    with tarfile.open(bundle, "w") as tar:
+        for name, data in [(members[0][0], _signed(manifest, None)), *members[1:]]:
+            _add(tar, name, data)
+    with Store(tmp_path / "to", "shared") as store:
+        with pytest.raises(StoreError):
+            import_bundle(store.vault, bundle)
+        assert store.catalog.usage() == {}
+        assert store.catalog.read("SELECT count(*) FROM name") == [(0,)]
 
 
 def test_a_name_that_is_taken_by_another_text_is_refused(tmp_path: Path, bundle: Path) -> None:

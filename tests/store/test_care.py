@@ -112,7 +112,7 @@ def test_the_background_scrub_finds_damage_beside_a_running_engine(tmp_path: Pat
         assert eng.generate("a", 4) == cold(PROMPT, 4)
         scrubber.close()
         eng.shutdown()
-    with pytest.raises(StoreError, match="makes no sense"):
+    with pytest.raises(ConfigError, match="positive float"):
         Store(tmp_path, scrub_bytes_s=0)
 
 

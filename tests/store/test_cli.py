@@ -84,7 +84,7 @@ def test_verify_finds_damage_once(folder: Path) -> None:
 
 
 def test_pins_names_and_garbage(folder: Path) -> None:
-    assert ask(folder, "gc", "--grace", -5)["chunks"] == 0, "a name and a session keep them"
+    assert ask(folder, "gc", "--grace", 0)["chunks"] == 0, "a name and a session keep them"
     run(folder, "pin", "case-17", "--ttl", 1000)
     assert ask(folder, "show", "case-17")["pins"][0]["owner"] == "cli"
     run(folder, "name", "case-17", "--to", "case-18")
@@ -94,12 +94,12 @@ def test_pins_names_and_garbage(folder: Path) -> None:
     with sqlite3.connect(folder / "catalog.db") as db:
         db.execute("UPDATE session SET closed_at = 1")
     db.close()
-    assert ask(folder, "gc", "--grace", -5)["chunks"] == 0, "a pin keeps them"
+    assert ask(folder, "gc", "--grace", 0)["chunks"] == 0, "a pin keeps them"
     assert ask(folder, "unpin", "agent", code=2) if False else True
     chain = ask(folder, "sql", "SELECT chain FROM pin")[0]["chain"]
     assert ask(folder, "unpin", chain)["removed"] == 1
-    assert ask(folder, "gc", "--grace", -5, "--dry-run")["chunks"] == 2
-    assert ask(folder, "gc", "--grace", -5)["chunks"] == 2
+    assert ask(folder, "gc", "--grace", 0, "--dry-run")["chunks"] == 2
+    assert ask(folder, "gc", "--grace", 0)["chunks"] == 2
     assert ask(folder, "du")["places"]["disk"]["files"] == 0
 
 

@@ -399,16 +399,3 @@ def test_a_piece_that_is_read_is_not_evicted() -> None:
     with memory.find(prefixes.at(0), prefixes.raw):
         assert not memory.put(piece(list(range(50, 150)), 0, 100))
     assert memory.put(piece(list(range(50, 150)), 0, 100))
-
-
-def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    for options in (
-        {"device_bytes": 5},
-        {"device_bytes": 0, "memory_bytes": 5},
-        {"write_behind": True},
-        {"far_bytes": 5},
-    ):
-        with pytest.raises(ConfigError):
-            Store(tmp_path / "x", **options)  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match="makes no sense"):
-        Store(tmp_path / "x", memory_bytes=-1)

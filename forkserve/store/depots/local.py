@@ -46,7 +46,7 @@ class LocalDepot:
     """Files below `folder`, which is made if it is missing.  Raises OSError if it cannot be."""
 
     def __init__(self, folder: str | Path, *, place: str = "disk", create: bool = True) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the process may change its directory
         self.place = place
         if create:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -64,6 +64,7 @@ class LocalDepot:
                 if self._size(path) == size:
                     continue
                 if not path.parent.is_dir():
+                    self.folder.mkdir(mode=0o700, exist_ok=True)  # somebody may have removed it
                     path.parent.mkdir(mode=0o700, exist_ok=True)
                     homes[self.folder] = None
                 temp = path.parent / f"{_TEMP}{os.getpid()}-{time.monotonic_ns()}-{key[:16]}"

@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from forkserve.errors import MissingExtra
+from forkserve.errors import ConfigError, MissingExtra
 from forkserve.store.chunks import Buffer
 from forkserve.store.depots.memory import MemoryBlob
 from forkserve.store.depots.protocol import Stat
@@ -23,7 +23,8 @@ class S3Depot:
 
     options: what `obstore.store.S3Store` takes (endpoint, region, access_key_id, ...); without
     them it reads the usual AWS variables.  timeout_s: deadline of one request; after it, and two
-    retries, the call raises OSError and the caller recomputes.  MissingExtra without obstore.
+    retries, the call raises OSError and the caller recomputes.  Raises MissingExtra without
+    obstore, ConfigError for an option that it does not know.
     """
 
     def __init__(
@@ -47,7 +48,11 @@ class S3Depot:
         if str(options.get("endpoint", "")).startswith("http://"):
             client["allow_http"] = "true"
         retry: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=timeout_s)}
-        self._store: Any = S3Store(bucket, client_options=client, retry_config=retry, **options)
+        try:
+            self._store: Any = S3Store(bucket, client_options=client, retry_config=retry, **options)
+        except Exception as error:  # the library has a type of its own for each option
+            why = str(error).partition("\n")[0]
+            raise ConfigError(f"the bucket '{bucket}' cannot be used: {why}") from error
 
     def put(self, items: Sequence[tuple[str, Sequence[Buffer]]]) -> list[Stat]:
         """Upload objects that are not there yet; an upload shows whole or not at all."""
