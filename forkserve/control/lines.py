@@ -108,8 +108,8 @@ def retract(core: Core, tree: ContextTree, tip: Node, length: int) -> Node:
     """Take a line back to its first `length` tokens; returns its new tip.
 
     What the line held after them dies, with all that hangs on it; branches that left at or before
-    that place stay.  Raises NodeError when the place is in another line's text, SessionError while
-    a generation runs below it, and changes nothing then.
+    that place stay, and what runs on them goes on.  Raises NodeError when the place is in another
+    line's text, SessionError while a generation runs on what would die, and changes nothing then.
 
     ::
 
@@ -125,12 +125,16 @@ def retract(core: Core, tree: ContextTree, tip: Node, length: int) -> Node:
             f"position {length} is in text that line {tip.line} shares with line {owner.line}; "
             "fork there instead"
         )
-    for below in owner.subtree():
-        require_quiet(core, tree, below)
-    for child in list(owner.children.values()):
-        goes_on = committed(child) and child.line == tip.line
-        if goes_on or child.alias_len > length:
-            core.abort(tree, child, lazy=core.config.lazy_abort)
+    doomed = [
+        child
+        for child in owner.children.values()
+        if (committed(child) and child.line == tip.line) or child.alias_len > length
+    ]
+    for child in doomed:
+        for below in child.subtree():
+            require_quiet(core, tree, below)
+    for child in doomed:
+        core.abort(tree, child, lazy=core.config.lazy_abort)
     if owner.length > length:
         core.forget(tree, owner)
         del owner.tokens[length - owner.alias_len :]

@@ -241,8 +241,8 @@ class Schedules(Bench):
         branch = [None, "p", "q"][m % 3]
         trial = deepcopy(model)
         winner, lcp, dead = trial.commit(trial.retract(tip, at), observed, branch)
-        below = model.subtree(owner) if at < len(model.nodes[tip].full) else []
-        moved = [tip, *below, *model.chain(owner, here + observed, branch)[0]]
+        doomed = model.after(tip, at)
+        moved = [tip, *doomed, *model.chain(owner, here + observed, branch)[0]]
         given = here + observed if whole else observed
         result = self.exclusive(
             name,
