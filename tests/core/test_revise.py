@@ -163,3 +163,17 @@ def test_a_generation_on_an_earlier_branch_goes_on(at: int) -> None:
     assert eng.tokens(h.id) == [*range(at), 9, 9]
     assert_same_as_cold(eng, h.id)
     eng.check()
+
+
+def test_an_observation_that_would_extend_a_running_attempt_is_refused_whole() -> None:
+    eng = engine()
+    h = eng.open(range(20))
+    branch = eng.fork(h.id, h.tip, "", [3, 4, 5], at=12)
+    eng.attempt(h.id, branch)
+    running = eng.start(h.id, 6, node=branch)
+    with pytest.raises(SessionError, match="running"):
+        eng.commit(h.id, h.tip, [3, 4, 9], at=12)
+    assert eng.tokens(h.id) == list(range(20)), "the line was taken back all the same"
+    running.cancel()
+    assert eng.commit(h.id, h.tip, [3, 4, 9], at=12).winner == branch
+    eng.check()
