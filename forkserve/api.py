@@ -396,8 +396,7 @@ class Engine(Tiering):
             if not observed:
                 raise ConfigError("commit needs at least one observed token")
             self._guard.fits(length + len(observed), "sequence")
-            target = lines.retract(self._core, tree, target, length)
-            result = merging.commit(self._core, tree, target, observed, branch)
+            result = merging.commit(self._core, tree, target, length, observed, branch)
         self._saved(session, now=True)
         return result
 

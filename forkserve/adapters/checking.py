@@ -133,8 +133,9 @@ def check_template(tokenizer: Tokenizer, conversation: Conversation) -> Report:
     writer = _Writer(ChatRenderer(tokenizer, conversation.tools))
     messages = conversation.messages
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    writer.adapt([_plain(message) for message in messages[: turns[0]]])
-    report = Report([], writer.folds)
+    prompt = [_plain(message) for message in messages[: turns[0]]]
+    writer.text(prompt)  # refused: there is nothing to report
+    report = Report([], writer.folds(prompt))
     for number, at in enumerate(turns, 1):
         end = next((i for i in turns if i > at), len(messages))
         if end == at + 1:
@@ -152,29 +153,17 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 class _Writer:
-    """Conversations as text and tokens, by a template that may take no system message."""
+    """Conversations as text and tokens, with what the template lacks written into the text."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self.renderer = renderer
-        self.folds = False
 
-    def adapt(self, messages: Sequence[Message]) -> None:
-        """Find out whether system messages have to be folded, on the first prompt."""
-        try:
-            self.text(messages)
-        except ForkServeError as error:
-            self.folds = True
-            try:
-                self.text(messages)
-            except ForkServeError:
-                raise error from None
+    def folds(self, messages: Sequence[Message]) -> bool:
+        """Whether the prompt has a system message that the template does not take."""
+        return not self.renderer.dialect.system and self.messages(messages)[0]["role"] == "system"
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        fitted = fit(messages, self.renderer)
-        if self.folds and len(fitted) > 1 and fitted[0]["role"] == "system":
-            text = f"{fitted[0]['content']}\n\n{fitted[1]['content']}"
-            fitted[:2] = [{**fitted[1], "content": text}]
-        return fitted
+        return fit(messages, self.renderer)
 
     def text(self, messages: Sequence[Message], *, generation: bool = True) -> str:
         return self.renderer.text(self.messages(messages), generation=generation)

@@ -157,7 +157,9 @@ class ReactAgent:
         self.error_prefix = error_prefix
         self.session_options = session
         found = dialect or probe(engine.backend.tokenizer)
-        self.dialect = Dialect(False, False, False) if mode == "text" else found
+        if mode == "text":
+            found = replace(found, tools=False, calls=False, results=False)
+        self.dialect = found
         self.parallel = parallel and mode == "tools" and self.dialect.parallel
         default = (
             ("Observation: ", "") if mode == "text" else ("<tool_response>\n", "\n</tool_response>")

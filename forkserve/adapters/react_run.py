@@ -27,7 +27,7 @@ from forkserve.adapters.events import (
 from forkserve.adapters.guessing import ERROR_BRANCH, Guesser
 from forkserve.adapters.scanner import ParsedToolCall, Scanner, TextScanner
 from forkserve.adapters.templates import ChatRenderer, common
-from forkserve.adapters.tools import BadArguments, Tool, ToolError, UnknownTool
+from forkserve.adapters.tools import Tool, ToolError, UnknownTool, failure_of
 from forkserve.control.generation import Generation
 from forkserve.control.text import TextStream
 from forkserve.errors import AdapterError
@@ -225,8 +225,10 @@ class Run:
             if call.text is not None:
                 arguments = tool.from_text(call.text)
             return tool, tool.check(arguments)
-        except (UnknownTool, BadArguments) as error:
+        except ToolError as error:
             return self.failed(call, error)
+        except Exception as error:  # a validator of the tool's own
+            return self.failed(call, failure_of(error))
 
     def failed(self, call: Call, error: ToolError, ms: float = 0.0) -> Observation:
         """The observation of a call that gave no result."""
@@ -309,6 +311,8 @@ class Run:
             stats.refused = tuple(guesser.refused)
         tip = self.engine.tip(self.session)
         got = self.engine.commit(self.session, tip, prompt[kept:], at=kept, branch=branch)
+        if guesser is not None:
+            guesser.drop()  # what hangs on a branch that the commit adopted
         self._guesser = None
         self._prompt_end = self._text(prompt[-8:])
         stats.prompt, stats.kept, stats.hit = len(prompt), kept, got.hit

@@ -11,14 +11,21 @@ import contextvars
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from forkserve.adapters.events import Call, Observation
 from forkserve.adapters.react_run import Run
-from forkserve.adapters.tools import Tool, ToolError, ToolFailed, ToolTimeout, to_text
+from forkserve.adapters.tools import (
+    Tool,
+    ToolError,
+    ToolFailed,
+    ToolTimeout,
+    failure_of,
+    to_text,
+)
 
 __all__ = ["Tasks", "Threads"]
 
@@ -42,14 +49,24 @@ def _observation(run: Run, started: _Started, work: Callable[[], Any]) -> Observ
         text, error = to_text(value), None
     except ToolError as failure:
         value, text, error = None, "", failure
-    except Exception as failure:  # whatever a tool raises is an observation
-        value, text = None, ""
-        error = ToolFailed(f"{type(failure).__name__}: {failure}")
-        error.__cause__ = failure
+    except BaseException as failure:  # also `sys.exit`: nobody else would hear of it in a thread
+        value, text, error = None, "", failure_of(failure)
     ms = (time.monotonic() - started.begin) * 1e3
     if error is not None:
         return run.failed(started.call, error, ms)
     return Observation(started.call, text, ms, value)
+
+
+async def _settled(result: Any) -> Any:
+    """What an awaitable comes to; of an asynchronous iterator the list of what it yields."""
+    if inspect.isawaitable(result):
+        return await result
+    return [item async for item in result]
+
+
+def _pending(result: Any) -> bool:
+    """Whether a result is still to be awaited, whatever the tool was declared to be."""
+    return inspect.isawaitable(result) or isinstance(result, AsyncIterator)
 
 
 def _late(started: _Started) -> ToolTimeout:
@@ -136,19 +153,17 @@ class Threads(_Running):
     def _call(self, started: _Started, arguments: dict[str, Any]) -> Observation:
         def work() -> Any:
             result = started.tool.call(arguments)
-            if inspect.isawaitable(result):
-                return asyncio.run(_bounded(result, started))
-            return result
+            return asyncio.run(_bounded(result, started)) if _pending(result) else result
 
         return _observation(self._run, started, work)
 
 
-async def _bounded(result: Awaitable[Any], started: _Started) -> Any:
+async def _bounded(result: Any, started: _Started) -> Any:
     """Await with a limit, so that what runs in a thread of its own ends with its time."""
     limit = asyncio.timeout(started.timeout_s)
     try:
         async with limit:
-            return await result
+            return await _settled(result)
     except TimeoutError as error:
         if limit.expired():
             raise _late(started) from error
@@ -169,12 +184,10 @@ class Tasks(_Running):
         if prepared is None:
             return False
         started, arguments = prepared
-        if started.tool.is_async:
-            task = asyncio.create_task(self._await(started, arguments))
-            self._tasks.add(task)
-            self._futures[task] = started
-        else:
-            self._futures[self._thread(started, arguments)] = started
+        found = None if started.tool.is_async else self._thread(started, arguments)
+        task = asyncio.create_task(self._await(started, arguments, found))
+        self._tasks.add(task)
+        self._futures[task] = started
         return True
 
     def also(self, work: Any) -> None:
@@ -219,29 +232,43 @@ class Tasks(_Running):
                 del self._futures[future]
                 future.cancel()
 
-    async def _await(self, started: _Started, arguments: dict[str, Any]) -> Observation:
+    async def _await(
+        self, started: _Started, arguments: dict[str, Any], found: asyncio.Future[Any] | None
+    ) -> Observation:
+        """found: what the thread of a sync tool comes to: an observation, or what to await."""
         result: Any = None
         try:
-            result = started.tool.call(arguments)
-            if inspect.isawaitable(result):
-                result = await result
-        except Exception as failure:
+            result = started.tool.call(arguments) if found is None else await found
+            if isinstance(result, Observation):
+                return result
+            if _pending(result):
+                result = await _settled(result)
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+            raise  # meant for the loop, not for the model
+        except BaseException as failure:
             error = failure
             return _observation(self._run, started, lambda: _raise(error))
         return _observation(self._run, started, lambda: result)
 
-    def _thread(self, started: _Started, arguments: dict[str, Any]) -> asyncio.Future[Observation]:
+    def _thread(self, started: _Started, arguments: dict[str, Any]) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Observation] = loop.create_future()
+        future: asyncio.Future[Any] = loop.create_future()
         context = contextvars.copy_context()
 
-        def tell(observation: Observation) -> None:
+        def tell(found: Any) -> None:
             if not future.done():
-                future.set_result(observation)
+                future.set_result(found)
 
         def work() -> None:
-            call = started.tool.call
-            found = context.run(_observation, self._run, started, lambda: call(arguments))
+            raw: list[Any] = []
+
+            def call() -> Any:
+                raw.append(started.tool.call(arguments))
+                return None if _pending(raw[0]) else raw[0]
+
+            found = context.run(_observation, self._run, started, call)
+            if raw and _pending(raw[0]):  # for the caller's loop, to which it may belong
+                found = raw[0]
             try:
                 loop.call_soon_threadsafe(tell, found)
             except RuntimeError:  # the loop is closed: nobody waits any more

@@ -43,13 +43,15 @@ class Dialect:
     """What a template does by itself.  The caller writes the rest into the messages' text.
 
     tools: it lists the tools.  calls: it writes an assistant's ``tool_calls``.  results: it knows
-    messages of the role ``tool``.  parallel: a turn may hold several calls.
+    messages of the role ``tool``.  parallel: a turn may hold several calls.  system: it writes a
+    system message at the beginning; `ChatRenderer` puts it before the first user's text otherwise.
     """
 
     tools: bool
     calls: bool
     results: bool
     parallel: bool = True
+    system: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,11 @@ class ChatRenderer:
     def text(self, messages: Sequence[Message], *, generation: bool = True) -> str:
         """The prompt as text."""
         tools = self.tools if self.tools and self.dialect.tools else None
-        return self.tokenizer.render(messages, tools=tools, add_generation_prompt=generation)
+        if not self.dialect.system:
+            messages = _folded(messages)
+        return _sound(
+            self.tokenizer.render(messages, tools=tools, add_generation_prompt=generation)
+        )
 
     def tokens(self, messages: Sequence[Message], *, generation: bool = True) -> list[int]:
         """The prompt as token ids: those of the whole text, encoded at once."""
@@ -232,7 +238,36 @@ def probe(tokenizer: Tokenizer) -> Dialect:
     two = {**calling, "tool_calls": [named, second]}
     answers = [result, {**result, "tool_call_id": "call00001"}]
     parallel = not calls or shows([user, two, *answers], None) or shows([user, two], None)
-    return Dialect(tools, calls, results, parallel)
+    system = shows([{"role": "system", "content": word}, user], None)
+    return Dialect(tools, calls, results, parallel, system)
+
+
+def _sound(text: str) -> str:
+    """Text that can be encoded: halves of surrogate pairs joined, lone ones replaced.
+
+    Models write them as escapes in JSON, and tools return them from file names.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _folded(messages: Sequence[Message]) -> Sequence[Message]:
+    """System messages at the beginning as the beginning of the first user's text."""
+    count = next((i for i, m in enumerate(messages) if m.get("role") != "system"), len(messages))
+    if not count:
+        return messages
+    text = "\n\n".join(str(message["content"]) for message in messages[:count])
+    rest = list(messages[count:])
+    if not rest or rest[0].get("role") != "user":  # nobody to put it before
+        return [{"role": "user", "content": text}, *rest]
+    said = rest[0].get("content") or ""
+    whole = (
+        f"{text}\n\n{said}" if isinstance(said, str) else [{"type": "text", "text": text}, *said]
+    )
+    return [{**rest[0], "content": whole}, *rest[1:]]
 
 
 class _Drift(Exception):

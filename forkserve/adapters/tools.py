@@ -24,6 +24,7 @@ __all__ = [
     "UnknownTool",
     "as_tool",
     "as_tools",
+    "failure_of",
     "to_text",
 ]
 
@@ -267,6 +268,17 @@ def as_tools(things: Any) -> dict[str, Tool]:
     return tools
 
 
+def failure_of(failure: BaseException) -> ToolFailed:
+    """What a tool raised, as the error that the model is told."""
+    try:
+        text = str(failure)
+    except Exception:  # its own text fails too
+        text = ""
+    error = ToolFailed(f"{type(failure).__name__}: {text}" if text else type(failure).__name__)
+    error.__cause__ = failure
+    return error
+
+
 def to_text(value: Any) -> str:
     """A tool's result as the model reads it: text as it is, everything else as JSON."""
     if isinstance(value, str):
@@ -299,7 +311,8 @@ def _document(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 def _is_async(function: Callable[..., Any]) -> bool:
     call = getattr(function, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return any(kind(function) or kind(call) for kind in kinds)
 
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:

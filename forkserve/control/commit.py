@@ -117,11 +117,17 @@ def apply_commit(
 
 
 def matching(
-    tree: ContextTree, node: Node, observed: Sequence[int], branch: str | None
+    tree: ContextTree,
+    node: Node,
+    length: int,
+    later: Sequence[Node],
+    observed: Sequence[int],
+    branch: str | None,
 ) -> list[Node]:
-    """Nodes below `node` that hold a prefix of `observed`, each right to its end but the last.
+    """Nodes below `node` that hold a prefix of what was observed after its place `length`.
 
-    `branch` breaks ties between children that match equally far; then the lowest id wins.
+    Each holds it right to its end, but the last.  later: children that do not count.  `branch`
+    breaks ties between children that match equally far; then the lowest id wins.
     """
     tokens = array("i", observed)
     chain: list[Node] = []
@@ -129,8 +135,8 @@ def matching(
     while done < len(tokens):
         best: tuple[int, bool, int] | None = None
         for child in parent.children.values():
-            matched = tree.match(child, tokens[done:])
-            if matched:
+            end = length if parent is node else parent.length
+            if child not in later and (matched := tree.match(child, tokens[done:], end)):
                 key = (matched, child.branch == branch, -child.id)
                 best = max(best, key) if best is not None else key
         if best is None:
@@ -138,7 +144,7 @@ def matching(
         parent = parent.children[-best[2]]
         chain.append(parent)
         done += best[0]
-        if parent.length - node.length != done:
+        if parent.length - length != done:
             break
     return chain
 

@@ -19,6 +19,7 @@ from forkserve.types import JobClass, NodeMode
 
 __all__ = [
     "abort",
+    "after",
     "attempt",
     "promote",
     "require_known",
@@ -104,12 +105,29 @@ def promote(core: Core, tree: ContextTree, node: Node) -> None:
     core.publish(tree, tree.tip)
 
 
-def retract(core: Core, tree: ContextTree, tip: Node, length: int) -> Node:
-    """Take a line back to its first `length` tokens; returns its new tip.
+def after(tree: ContextTree, tip: Node, length: int) -> tuple[Node, list[Node]]:
+    """The node that holds a line's last token before `length`, and what hangs on later ones.
+
+    Raises NodeError when the place is in another line's text.
+    """
+    if length == tip.length:
+        return tip, []
+    owner = tree.owner(tip, length)
+    if owner.line != tip.line:
+        raise NodeError(
+            f"position {length} is in text that line {tip.line} shares with line {owner.line}; "
+            "fork there instead"
+        )
+    children = owner.children.values()
+    own = {child.id for child in children if committed(child) and child.line == tip.line}
+    return owner, [child for child in children if child.id in own or child.alias_len > length]
+
+
+def retract(core: Core, tree: ContextTree, owner: Node, later: Sequence[Node], length: int) -> None:
+    """Take a line back to its first `length` tokens.  owner, later: what `after` says.
 
     What the line held after them dies, with all that hangs on it; branches that left at or before
-    that place stay.  Raises NodeError when the place is in another line's text, SessionError while
-    a generation runs below it, and changes nothing then.
+    that place stay.
 
     ::
 
@@ -117,20 +135,8 @@ def retract(core: Core, tree: ContextTree, tip: Node, length: int) -> Node:
         kept      [---- length ----)
         dropped                    [-----------------------)    tokens, rows, branches on them
     """
-    if length == tip.length:
-        return tip
-    owner = tree.owner(tip, length)
-    if owner.line != tip.line:
-        raise NodeError(
-            f"position {length} is in text that line {tip.line} shares with line {owner.line}; "
-            "fork there instead"
-        )
-    for below in owner.subtree():
-        require_quiet(core, tree, below)
-    for child in list(owner.children.values()):
-        goes_on = committed(child) and child.line == tip.line
-        if goes_on or child.alias_len > length:
-            core.abort(tree, child, lazy=core.config.lazy_abort)
+    for child in later:
+        core.abort(tree, child, lazy=core.config.lazy_abort)
     if owner.length > length:
         core.forget(tree, owner)
         del owner.tokens[length - owner.alias_len :]
@@ -139,7 +145,6 @@ def retract(core: Core, tree: ContextTree, tip: Node, length: int) -> Node:
             cut(tree, owner, length)
         if owner.published * core.pool.page_size > length:
             owner.published, owner.digest = 0, b""
-    return owner
 
 
 def settle_speculation(core: Core, tree: ContextTree, nodes: Sequence[Node]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from forkserve.control.commit import CommitResult, apply_commit, matching
 from forkserve.control.core import Core
 from forkserve.control.join import JoinPlan, JoinResult
-from forkserve.control.lines import require_quiet
+from forkserve.control.lines import after, require_quiet, retract
 from forkserve.errors import AdmissionRefused, OutOfPages
 from forkserve.tree.node import Node, new_segment
 from forkserve.tree.rows import missing, spans
@@ -21,17 +21,25 @@ _COMPANION_MS = 2.0  # how long a commit's tail waits for a generation that shar
 
 
 def commit(
-    core: Core, tree: ContextTree, node: Node, observed: Sequence[int], branch: str | None
+    core: Core,
+    tree: ContextTree,
+    tip: Node,
+    length: int,
+    observed: Sequence[int],
+    branch: str | None,
 ) -> CommitResult:
-    """Bind `observed` after `node`, abort the losers, queue the tail as committed work.
+    """Bind `observed` after the first `length` tokens of a line: take it back to there, abort the
+    losers, queue the tail as committed work.
 
-    Raises SessionError, and changes nothing, when it would cut or extend an attempt on which a
-    generation runs.
+    Raises SessionError, and changes nothing, when it would drop, cut or extend an attempt on which
+    a generation runs.
     """
     now = core.clock.now_ms()
-    chain = matching(tree, node, observed, branch)
-    for member in chain:
+    node, later = after(tree, tip, length)
+    chain = matching(tree, node, length, later, observed, branch)
+    for member in [*(below for child in later for below in child.subtree()), *chain]:
         require_quiet(core, tree, member)
+    retract(core, tree, node, later, length)
     outcome = apply_commit(tree, node, observed, chain, branch, now)
     for loser in outcome.losers:
         core.abort(tree, loser, lazy=core.config.lazy_abort)
@@ -67,7 +75,8 @@ def join(core: Core, tree: ContextTree, plan: JoinPlan, policy: JoinPolicy) -> J
     """Carry out a checked join."""
     alone = policy in (JoinPolicy.FIRST, JoinPolicy.WINNER)
     if alone and plan.winners[0].parent is plan.parent and plan.adopts:
-        result = commit(core, tree, plan.parent, plan.tokens, plan.winners[0].branch)
+        at, branch = plan.parent.length, plan.winners[0].branch
+        result = commit(core, tree, plan.parent, at, plan.tokens, branch)
         return JoinResult(
             node=result.winner,
             reused_prefix=plan.parent.length + result.skipped_prefill,

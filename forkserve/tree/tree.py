@@ -112,15 +112,16 @@ class ContextTree:
             node = node.parent
         return node
 
-    def match(self, child: Node, tokens: array[int]) -> int:
+    def match(self, child: Node, tokens: array[int], end: int | None = None) -> int:
         """How many of `tokens`, observed after the child's parent, the child holds already.
 
         A child that forked before its parent grew must also hold what the parent added since.
+        end: where the parent ends, if it is to be taken back.
         """
         parent = child.parent
         assert parent is not None
-        grown = parent.length - child.alias_len
-        if grown and child.tokens[:grown] != self.tokens(parent, child.alias_len):
+        grown = (parent.length if end is None else end) - child.alias_len
+        if grown and child.tokens[:grown] != self.tokens(parent, child.alias_len)[:grown]:
             return 0
         return lcp(child.tokens[grown : grown + len(tokens)], tokens)
 

@@ -146,15 +146,26 @@ class TreeModel:
         self.nodes[node].line = line
         self.tips[line] = node
 
+    def after(self, tip: int, length: int) -> list[int]:
+        """What hangs on a line after its first `length` tokens."""
+        if length == len(self.nodes[tip].full):
+            return []
+        owner = self.owner(tip, length)
+        top = self.nodes[owner]
+        return [
+            node
+            for child in self.children(owner)
+            if child.base > length or (child.line == top.line and self.committed(child.id))
+            for node in self.subtree(child.id)
+        ]
+
     def retract(self, tip: int, length: int) -> int:
         """Take a line back to `length` tokens; returns its new tip."""
         if length == len(self.nodes[tip].full):
             return tip
         owner = self.owner(tip, length)
         top = self.nodes[owner]
-        for child in self.children(owner):
-            if child.base > length or (child.line == top.line and self.committed(child.id)):
-                self.kill(self.subtree(child.id))
+        self.kill(self.after(tip, length))
         top.full = top.full[:length]
         top.known = min(top.known, length)
         return owner

@@ -239,10 +239,10 @@ class Schedules(Bench):
         observed = self.observation(name, model, owner, at, m // 7, cut)
         observed = (observed + self.ids(name, letters)) or [self.bases[name]]
         branch = [None, "p", "q"][m % 3]
-        trial = deepcopy(model)
-        winner, lcp, dead = trial.commit(trial.retract(tip, at), observed, branch)
-        below = model.subtree(owner) if at < len(model.nodes[tip].full) else []
-        moved = [tip, *below, *model.chain(owner, here + observed, branch)[0]]
+        trial, doomed = deepcopy(model), model.after(tip, at)
+        trial.retract(tip, at)
+        moved = [tip, *doomed, *trial.chain(owner, here + observed, branch)[0]]
+        winner, lcp, dead = trial.commit(owner, observed, branch)
         given = here + observed if whole else observed
         result = self.exclusive(
             name,

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from forkserve import aio
 from forkserve.errors import ConfigError, NodeError, SessionError
 from forkserve.types import HitClass
 
@@ -142,3 +143,37 @@ def test_any_order_of_revisions_equals_a_cold_engine(tail: str, index: bool) -> 
         eng.check()
         stats = eng.stats()
         assert stats.live_pages == stats.index_pages
+
+
+@pytest.mark.parametrize("at", [12, 15])
+def test_a_generation_on_an_earlier_branch_goes_on(at: int) -> None:
+    """A branch that left at the cut, or before it, is none of what the commit drops."""
+    eng, cold = engine(), engine()
+    h = eng.open(range(20))
+    branch = eng.fork(h.id, h.tip, "", [3, 4, 5], at=12)
+    eng.attempt(h.id, branch)
+    running = eng.start(h.id, 6, node=branch)
+    aio.wait(running, lambda: len(running.tokens) >= 2)
+    eng.commit(h.id, h.tip, [9, 9], at=at)
+    eng.check()
+    aio.wait(running, lambda: running.done)
+    assert running.error is None
+    prompt = [*range(12), 3, 4, 5]
+    assert running.tokens == cold.generate(cold.open(prompt).id, 6)
+    assert eng.tokens(h.id) == [*range(at), 9, 9]
+    assert_same_as_cold(eng, h.id)
+    eng.check()
+
+
+def test_an_observation_that_would_extend_a_running_attempt_is_refused_whole() -> None:
+    eng = engine()
+    h = eng.open(range(20))
+    branch = eng.fork(h.id, h.tip, "", [3, 4, 5], at=12)
+    eng.attempt(h.id, branch)
+    running = eng.start(h.id, 6, node=branch)
+    with pytest.raises(SessionError, match="running"):
+        eng.commit(h.id, h.tip, [3, 4, 9], at=12)
+    assert eng.tokens(h.id) == list(range(20)), "the line was taken back all the same"
+    running.cancel()
+    assert eng.commit(h.id, h.tip, [3, 4, 9], at=12).winner == branch
+    eng.check()

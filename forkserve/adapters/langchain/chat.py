@@ -25,7 +25,7 @@ from forkserve.adapters.langchain.pool import Pool
 from forkserve.adapters.langchain.replies import Call, Chunks, ain_time, in_time, result
 from forkserve.adapters.langchain.structured import Method, parser_for, response_format, with_raw
 from forkserve.api import Engine
-from forkserve.errors import AdapterError
+from forkserve.errors import AdapterError, ConfigError
 from forkserve.types import SamplingParams
 
 __all__ = ["ChatForkServe"]
@@ -286,7 +286,11 @@ class ChatForkServe(BaseChatModel):
         tools = list(kwargs.get("tools") or ())
         prompt = prompts.tokens(messages, tools)
         room = engine.backend.info.max_context - len(prompt)
-        wanted = kwargs.get("max_tokens", self.max_tokens) or DEFAULT_MAX_TOKENS
+        wanted = kwargs.get("max_tokens", self.max_tokens)
+        if wanted is None:
+            wanted = DEFAULT_MAX_TOKENS
+        if wanted < 1:
+            raise ConfigError(f"max_tokens={wanted} must be >= 1, or None for {DEFAULT_MAX_TOKENS}")
         timeout = kwargs.get("timeout", self.timeout)
         with ExitStack() as stack:
             branch = place(engine, prompt)
@@ -342,9 +346,10 @@ class ChatForkServe(BaseChatModel):
             value = kwargs.get(name, getattr(self, name))
             if value is not None:
                 values[name] = value
-        words = [*(stop if stop is not None else self.stop or ())]
+        words = stop if stop is not None else self.stop or ()
+        words = (words,) if isinstance(words, str) else tuple(words)  # letters would all stop it
         constraint = constraint_for(engine, tools, choice, kwargs.get("response_format"))
-        return SamplingParams(stop=tuple(words), constraint=constraint, **values)
+        return SamplingParams(stop=words, constraint=constraint, **values)
 
 
 def _leave(context: AbstractContextManager[Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from forkserve.adapters.langgraph.branch import NodeBranch
 from forkserve.adapters.langgraph.registry import Live, Registry
-from forkserve.adapters.langgraph.state import Ref
+from forkserve.adapters.langgraph.state import Ref, checked
 from forkserve.branch import Branch
 from forkserve.errors import AdapterError, NodeError
 from forkserve.types import Tokens
@@ -102,8 +102,11 @@ def _chosen(refs: Sequence[Ref], best: Best) -> Ref:
     if callable(best):
         best = best(refs)
     if isinstance(best, dict):
-        return best
-    assert isinstance(best, int)
+        return checked(best)
+    if not isinstance(best, int) or isinstance(best, bool):
+        raise AdapterError(
+            f"the winner is {best!r:.100}; give a ref, its index, or a function that returns one"
+        )
     if not -len(refs) <= best < len(refs):
         raise AdapterError(f"winner {best} is not one of the {len(refs)} refs (counted from 0)")
     return refs[best]
@@ -134,6 +137,7 @@ def _decide(
 ) -> dict[str, Any]:
     """Note the decision; the update that tells the graph."""
     live, node = tip
+    refs = [checked(ref) for ref in refs]
     kept = {node, *(n.id for n in registry.engine.tree(live.session.id).get(node).ancestors())}
     losers = [
         ref

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from uuid import uuid4
 
-from forkserve.adapters.langgraph.state import Ref
+from forkserve.adapters.langgraph.state import Ref, checked
 from forkserve.api import Engine
 from forkserve.branch import Branch
 from forkserve.errors import AdapterError, ForkServeError, NodeError, SessionError
@@ -113,7 +113,7 @@ class Registry:
     def find(self, ref: Ref) -> Live | None:
         """The session of a ref whose node lives; None for a foreign or a dead one."""
         with self.lock:
-            live = self.sessions.get(ref["session"])
+            live = self.sessions.get(checked(ref)["session"])
             if live is None or ref["engine"] != self.engine_id or ref["gen"] != live.gen:
                 return None
             self.sessions.move_to_end(ref["session"])

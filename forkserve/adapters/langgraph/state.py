@@ -21,6 +21,7 @@ __all__ = [
     "ForkState",
     "Ref",
     "TipChannel",
+    "checked",
     "field",
     "merge_refs",
     "same_place",
@@ -44,6 +45,17 @@ class Ref(TypedDict):
     length: int
     branch: int
     index: int
+
+
+def checked(value: Any) -> Ref:
+    """A ref as it is.  Raises AdapterError for anything else."""
+    kinds = Ref.__annotations__
+    if not isinstance(value, Mapping) or not kinds.keys() <= value.keys():
+        raise AdapterError(
+            f"{value!r:.100} is no ref: it has {', '.join(kinds)}; take it from fork_tip or "
+            "fork_refs as it is"
+        )
+    return value  # type: ignore[return-value]
 
 
 def same_place(a: Ref, b: Ref) -> bool:

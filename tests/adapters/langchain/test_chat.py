@@ -15,7 +15,7 @@ from forkserve import Engine, ForkServeConfig
 from forkserve.adapters.langchain import ChatForkServe
 from forkserve.adapters.langchain.current import current_branch, running
 from forkserve.engine import MockBackend
-from forkserve.errors import AdapterError
+from forkserve.errors import AdapterError, ConfigError
 from forkserve.session import Session
 
 from .rules import SYSTEM, RuleEngine, cached, tide, weather, whole
@@ -194,6 +194,11 @@ def test_stop_and_length(engine: RuleEngine) -> None:
     assert model.invoke("hello").content == "Hello from "
     assert model.invoke("hello", stop=["from"]).content == "Hello "
     assert model.invoke("hello").response_metadata["finish_reason"] == "stop"
+    word: Any = "from"  # not letters of which each one stops
+    assert model.invoke("hello", stop=word).content == "Hello "
+    for none in (0, -1):
+        with pytest.raises(ConfigError, match=f"max_tokens={none} must be >= 1"):
+            model.invoke("hello", max_tokens=none)
     short = ChatForkServe(engine=engine, max_tokens=4).invoke("hello")
     assert (short.content, short.response_metadata["finish_reason"]) == ("Hell", "length")
 

@@ -207,6 +207,24 @@ def test_a_winner_that_is_none_of_the_refs_is_refused(fs: ForkServe) -> None:
         graph.invoke(inputs(best=7))
 
 
+@pytest.mark.parametrize("best", ["first", True, None, {"node": 3}, lambda refs: "first"])
+def test_a_winner_that_names_no_branch_is_refused(fs: ForkServe, best: Any) -> None:
+    build = builder(fs)
+
+    @fs.node(role="join")
+    def pick(state: State):
+        with pytest.raises(AdapterError, match=r"the winner is|is no ref"):
+            fs.commit_winner(state["fork_refs"], best)
+        with pytest.raises(AdapterError, match="is no ref"):
+            fs.commit_winner([{"node": 3}, *state["fork_refs"]], 1)  # type: ignore[list-item]
+        return fs.commit_winner(state["fork_refs"], 0)
+
+    build.add_node("choose", pick)
+    build.edges.discard(("research", "pick"))
+    build.add_edge("research", "choose")
+    fs.bind(build.compile()).invoke(inputs())
+
+
 def test_losers_go_with_the_choice_not_with_the_run(fs: ForkServe) -> None:
     seen: list[Any] = []
     build = builder(fs)

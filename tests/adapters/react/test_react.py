@@ -106,6 +106,17 @@ def test_prompts_are_those_of_a_plain_loop(
     assert final.text == answer(eng, own)
 
 
+@pytest.mark.parametrize("mode", ["tools", "text"])
+def test_a_template_that_takes_no_system_message(make: Make, mode: Any) -> None:
+    """The agent's instructions stand before the first user's text."""
+    eng = make("It is there.", family="no system")
+    agent = ReactAgent(eng, [look], system="Be brief.", mode=mode)
+    assert agent.run("Where?").text == "It is there."
+    begin = eng.backend.tokenizer.decode_bytes(prompts(eng)[0]).decode()
+    assert begin.startswith("<|im_start|>user\nBe brief.\n\nYou can ")
+    assert begin.endswith("\n\nWhere?<|im_end|>\n<|im_start|>assistant\n")
+
+
 def ReactAgentOf(agent: ReactAgent, last: int) -> ReactAgent:
     """The same agent with a short answer in the end."""
     whole = agent.max_tokens

@@ -121,7 +121,17 @@ MISTRAL = """\
 FAMILIES = {"plain": PLAIN, "qwen": QWEN, "hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
 
 _RESULT = "{{ m.content }}<|im_end|>\n{% endfor %}"
+NO_SYSTEM = PLAIN.replace(
+    "{%- for m in messages %}",
+    "{%- for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+    "{% endif %}",
+    1,
+).replace("{%- if loop.first and m.role != 'system' %}", "{%- if false %}")
 ODD = {
+    "no system": NO_SYSTEM,
+    "system unheard": NO_SYSTEM.replace(
+        "{{ raise_exception('no system') }}{% endif %}", "{% continue %}{% endif %}"
+    ),
     "trims": PLAIN.replace("{{ m.content }}", "{{ m.content | trim }}"),
     "counts": PLAIN.replace("{{ m.content }}", "{{ m.content | length }} {{ m.content }}"),
     "repeats": PLAIN.replace("{{ m.content }}", "{{ m.content }} {{ m.content }}"),
@@ -160,7 +170,9 @@ class SeamTokenizer:
     """Bytes, four markers, and words that span the seams of templates (longest first)."""
 
     def __init__(self, source: str) -> None:
-        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+        environment = jinja2.Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
         environment.globals["raise_exception"] = self._refuse
         self._template = environment.from_string(source)

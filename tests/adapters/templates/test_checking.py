@@ -12,16 +12,10 @@ from forkserve.adapters.checking import Conversation, Report, check_template, re
 from forkserve.adapters.templates import common
 from forkserve.errors import ConfigError, ModelError
 
-from .chats import FAMILIES, ODD, PLAIN, QWEN, SeamTokenizer
+from .chats import FAMILIES, NO_SYSTEM, ODD, QWEN, SeamTokenizer
 from .test_templates import TOOLS, USER, calling, result
 
 SYSTEM = {"role": "system", "content": "Be kind."}
-NO_SYSTEM = PLAIN.replace(
-    "{%- for m in messages %}",
-    "{%- for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
-    "{% endif %}",
-    1,
-).replace("{%- if loop.first and m.role != 'system' %}", "{%- if false %}")
 # The family of Qwen 3 beyond its template above: reasoning is written for the turns after the last
 # user message.
 THINKING = QWEN.replace(

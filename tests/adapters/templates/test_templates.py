@@ -56,6 +56,34 @@ def test_dialects_are_found_out() -> None:
     assert ChatRenderer(ByteTokenizer()).dialect == Dialect(True, True, True)
 
 
+@pytest.mark.parametrize("family", ["no system", "system unheard"])
+def test_a_template_without_system_messages_has_them_in_the_users_text(family: str) -> None:
+    chat = renderer(family)
+    assert not chat.dialect.system
+    kind, brief = ({"role": "system", "content": text} for text in ("Be kind.", "Be brief."))
+    said = "<|im_start|>user\nBe kind.\n\nBe brief.\n\nWhere is it?<|im_end|>\n"
+    assert chat.text([kind, brief, USER], generation=False) == said
+    parts = {"role": "user", "content": [{"type": "text", "text": "Where?"}]}
+    assert "Be kind." in chat.text([kind, parts])
+    turn = {"role": "assistant", "content": "There."}
+    alone = chat.text([kind, turn], generation=False)
+    assert alone.startswith("<|im_start|>user\nBe kind.<|im_end|>\n<|im_start|>assistant")
+    assert (
+        chat.text([USER, turn])
+        == renderer("plain").text([USER, turn]).partition("kind.<|im_end|>\n")[2]
+    )
+    messages = [kind, USER]
+    chat.tokens(messages)
+    assert messages == [kind, USER]
+
+
+def test_lone_halves_of_surrogate_pairs_are_replaced() -> None:
+    chat = renderer("qwen")
+    text = chat.text([{"role": "user", "content": "a\ud800b \ud83d\ude00"}])
+    assert "a\ufffdb \U0001f600" in text
+    chat.tokens([{"role": "user", "content": "a\ud800b"}])
+
+
 def test_tools_are_given_to_templates_that_list_them() -> None:
     for family in FAMILIES:
         shown = "look" in renderer(family).text([USER])
