@@ -111,10 +111,10 @@ class NativeKV(PagedKV):
         if copies:
             attention.copy_rows(self._library, self.pool, copies)
 
-    def read(self, spans: Sequence[Span]) -> bytearray:
+    def read_into(self, spans: Sequence[Span], out: bytearray) -> None:
         """See `PagedKV`."""
         runs = [run for span in spans for run in runs_of(span, self.page_size)]
-        return attention.read_rows(self._library, self.pool, runs)
+        attention.read_rows(self._library, self.pool, runs, out)
 
     def write(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """See `PagedKV`."""

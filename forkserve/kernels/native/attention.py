@@ -210,17 +210,22 @@ def copy_rows(library: ctypes.CDLL, pool: Pool, copies: Sequence[RowCopy]) -> No
     )
 
 
-def read_rows(library: ctypes.CDLL, pool: Pool, runs: Sequence[tuple[int, int]]) -> bytearray:
-    """Rows of `runs` (first row of the pool, count) as bytes, [layers, 2*Hk, n, D]."""
+def read_rows(
+    library: ctypes.CDLL, pool: Pool, runs: Sequence[tuple[int, int]], out: bytearray
+) -> None:
+    """Rows of `runs` (first row of the pool, count) into `out` as bytes, [layers, 2*Hk, n, D].
+
+    Raises `BackendError` if `out` has not exactly their length.
+    """
     table = np.array(runs, dtype=np.int64).reshape(-1, 2)
-    width = pool.layers * 2 * pool.kv_heads * pool.dim * (2 if pool.bf16 else 4)
-    out = bytearray(width * int(table[:, 1].sum()))
+    need = _row_bytes(pool) * int(table[:, 1].sum())
+    if len(out) != need:
+        raise BackendError(f"these rows take {need} bytes, the buffer has {len(out)}")
     if out:
-        at = (ctypes.c_char * len(out)).from_buffer(out)
+        at = (ctypes.c_char * need).from_buffer(out)
         library.fs_read_rows(
             ctypes.byref(pool), _POINTER(table.ctypes.data), ctypes.c_int64(len(table)), at
         )
-    return out
 
 
 def write_rows(
@@ -233,7 +238,7 @@ def write_rows(
     """Write rows from `at` on of what `read_rows` gave to `runs` (first row, count)."""
     table = np.array(runs, dtype=np.int64).reshape(-1, 2)
     source = np.frombuffer(rows, dtype=np.uint8)
-    width = pool.layers * 2 * pool.kv_heads * pool.dim * (2 if pool.bf16 else 4)
+    width = _row_bytes(pool)
     have, need = source.size // width, at + int(table[:, 1].sum())
     if source.size % width or need > have:
         raise BackendError(f"a run of {source.size} bytes lacks row {need - 1}; it has {have} rows")
@@ -241,3 +246,7 @@ def write_rows(
         *(ctypes.byref(pool), _POINTER(table.ctypes.data), ctypes.c_int64(len(table))),
         *(_POINTER(source.ctypes.data), ctypes.c_int64(have), ctypes.c_int64(at)),
     )
+
+
+def _row_bytes(pool: Pool) -> int:
+    return int(pool.layers * 2 * pool.kv_heads * pool.dim * (2 if pool.bf16 else 4))
