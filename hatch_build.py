@@ -31,7 +31,7 @@ SOURCES = ROOT / "forkserve" / "kernels" / "native"
 # own AVX-512 header.)
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread",
          "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-uninitialized",
-         "-Wno-maybe-uninitialized")  # fmt: skip
+         "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option")  # fmt: skip
 TARGETS = {
     "x86_64": {
         "avx2": ("-march=x86-64-v3",),

@@ -123,7 +123,7 @@ def hugging_face(model: str | Path) -> Any:
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": spec.ropes[0].theta},
     )
     config._attn_implementation = "sdpa"
     llama: Any

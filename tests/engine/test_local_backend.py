@@ -14,6 +14,7 @@ from forkserve.config import ForkServeConfig
 from forkserve.engine.local import LocalBackend
 from forkserve.engine.local.cost import CostModel
 from forkserve.errors import BackendError, ConfigError
+from forkserve.kernels.native import library
 from forkserve.types import Batch, RowCopy, SampleSpec, SamplingParams, Span, Work
 
 from .conftest import VOCAB, Checkpoints, reference, tiny_config
@@ -158,6 +159,35 @@ def test_use_after_close(checkpoint: Checkpoints, kernels: str) -> None:
     backend.discard([1])
     with pytest.raises(BackendError, match="closed"):
         backend.execute(Batch())
+    with pytest.raises(BackendError, match="closed"):
+        backend.read_rows([Span("", [0], 0, 1)])
+    with pytest.raises(BackendError, match="closed"):
+        backend.write_rows(Span("", [0], 0, 1), b"", 0)
+
+
+@pytest.mark.skipif(library.available() is not None, reason=str(library.available()))
+def test_native_kernels_touch_nothing_outside_the_pool(checkpoint: Checkpoints) -> None:
+    backend = LocalBackend(tiny_config(), checkpoint("llama")[1], kernels="native")
+    beyond = Span("", [10**6], 0, 1)
+    with pytest.raises(BackendError, match="outside the pool of 2048 rows"):
+        backend.read_rows([beyond])
+    with pytest.raises(BackendError, match="outside the pool"):
+        backend.write_rows(beyond, bytes(backend.info.kv_bytes_per_token), 0)
+    with pytest.raises(BackendError, match="outside the pool"):
+        backend.execute(Batch([], [RowCopy(0, 0, 128, 0, 1)]))
+    for context, write in (((beyond,), Span("w", [0], 1, 1)), ((), beyond)):
+        work = Work("s", 0, [1], len(context), context, write)
+        with pytest.raises(BackendError, match="outside the pool"):
+            backend.execute(Batch([work]))
+    backend.close()
+
+
+def test_a_forced_instruction_set_is_no_reason_for_torch(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORKSERVE_ISA", "sse2")
+    with pytest.raises(ConfigError, match="'sse2' is unknown"):
+        LocalBackend(tiny_config(), checkpoint("llama")[1])
 
 
 def test_settings_are_checked(checkpoint: Checkpoints) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from forkserve.clock import Clock, SystemClock
 from forkserve.config import ForkServeConfig
 from forkserve.engine.local.checkpoint import open_checkpoint
 from forkserve.engine.local.cost import CostModel
+from forkserve.engine.local.gate import Gate
 from forkserve.engine.local.portable import identity
 from forkserve.engine.local.runner import Floats, Ints, Runner, Setup, make_runner
 from forkserve.engine.protocol import Tokenizer
@@ -71,8 +73,9 @@ class LocalBackend:
         finally:
             source.close()
         self._spec = spec
-        self._runner: Runner | None = runner
+        self._runner = runner
         self._kv = runner.kv
+        self._gate = Gate(runner.close)
         self.info = ModelInfo(
             name=source.name,
             vocab_size=spec.vocab,
@@ -99,10 +102,9 @@ class LocalBackend:
     def execute(self, batch: Batch) -> BatchResult:
         """Do the copies, then one forward pass over all works."""
         begin = self.clock.now_ms()
-        if self._runner is None:
-            raise BackendError("this backend is closed")
-        self._kv.copy(batch.copies)
-        results = self._run(self._runner, batch.works) if batch.works else []
+        with self._gate:
+            self._kv.copy(batch.copies)
+            results = self._run(self._runner, batch.works) if batch.works else []
         elapsed = self.clock.now_ms() - begin
         rows = sum(len(work.tokens) for work in batch.works)
         if rows:
@@ -116,32 +118,32 @@ class LocalBackend:
 
     def discard(self, pages: Sequence[int]) -> None:
         """Long runs of freed pages go back to the operating system."""
-        if self._runner is not None:
+        with contextlib.suppress(BackendError), self._gate:  # a closed one has none any more
             self._kv.discard(pages)
 
     def identity(self, weights: Callable[[Sequence[Path]], str]) -> Mapping[str, Any]:
         """What must be equal for stored rows to be ours; see `Portable`."""
-        if self._runner is None:
-            raise BackendError("this backend is closed")
-        return identity(self._spec, self.info, self._runner, self._files, weights)
+        with self._gate:
+            return identity(self._spec, self.info, self._runner, self._files, weights)
 
     def read_rows(self, spans: Sequence[Span]) -> bytearray:
         """Rows of consecutive spans as bytes; see `Portable`."""
-        return self._kv.read(spans)
+        with self._gate:
+            return self._kv.read(spans)
 
     def read_rows_into(self, spans: Sequence[Span], out: bytearray) -> None:
         """The same into a buffer that is there already; see `Refilling`."""
-        self._kv.read_into(spans, out)
+        with self._gate:
+            self._kv.read_into(spans, out)
 
     def write_rows(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """Rows of a stored run into the slots of a span; see `Portable`."""
-        self._kv.write(span, rows, at)
+        with self._gate:
+            self._kv.write(span, rows, at)
 
     def close(self) -> None:
-        """Drop weights and KV.  Idempotent."""
-        if self._runner is not None:
-            self._runner.close()
-        self._runner = None
+        """Drop weights and KV, now or when the pass that uses them has ended.  Idempotent."""
+        self._gate.close()
 
     # -- one pass --------------------------------------------------------------------------
 

@@ -108,18 +108,33 @@ class NativeKV(PagedKV):
 
     def copy(self, copies: Sequence[RowCopy]) -> None:
         """See `PagedKV`."""
+        page = self.page_size
+        for c in copies:
+            self._check([(c.src_page * page + c.src_row, c.rows)])
+            self._check([(c.dst_page * page + c.dst_row, c.rows)])
         if copies:
             attention.copy_rows(self._library, self.pool, copies)
 
     def read_into(self, spans: Sequence[Span], out: bytearray) -> None:
         """See `PagedKV`."""
         runs = [run for span in spans for run in runs_of(span, self.page_size)]
+        self._check(runs)
         attention.read_rows(self._library, self.pool, runs, out)
 
     def write(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """See `PagedKV`."""
         runs = list(runs_of(span, self.page_size))
+        self._check(runs)
         attention.write_rows(self._library, self.pool, runs, rows, at)
+
+    def _check(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Refuse what lies outside the pool, where C++ would read or write anything."""
+        for first, count in runs:
+            if first < 0 or count < 0 or first + count > self.capacity_rows:
+                raise BackendError(
+                    f"KV rows {first}..{first + count - 1} lie outside the pool of "
+                    f"{self.capacity_rows} rows"
+                )
 
 
 class _Loader:

@@ -71,8 +71,9 @@ class Setup:
 def make_runner(source: Checkpoint, setup: Setup, kernels: str) -> tuple[Runner, str | None]:
     """The runner, and why "auto" did not take the native kernels (None if it did).
 
-    Raises `ConfigError` for a variant or shape that the kernels asked for don't have,
-    `BackendError` if the native ones are asked for and were not built.
+    Raises `ConfigError` for a variant or shape that the kernels asked for don't have, and for a
+    FORKSERVE_ISA that can't be had; `BackendError` if the native ones are asked for and were not
+    built.
     """
     if kernels not in KERNELS:
         raise ConfigError(f"kernels='{kernels}' is unknown; {', '.join(KERNELS)} are the choices")
@@ -80,14 +81,20 @@ def make_runner(source: Checkpoint, setup: Setup, kernels: str) -> tuple[Runner,
         raise ConfigError(f"dtype '{setup.variant}' is not supported; {', '.join(VARIANTS)} are")
     reason = None
     if kernels != "torch":
-        unfit = _unfit(source.spec, setup)
-        reason = unfit or library.available()
+        reason = _unfit(source.spec, setup)
+        if reason and kernels == "native":
+            raise ConfigError(f"no native kernels: {reason}")
+        try:
+            if reason is None:
+                library.load()  # a ConfigError is a wrong FORKSERVE_ISA, and no reason for torch
+        except BackendError as error:
+            reason = str(error)
+            if kernels == "native":
+                raise
         if reason is None:
             from forkserve.engine.local.native import NativeRunner
 
             return NativeRunner(source, setup), None
-        if kernels == "native":
-            raise (ConfigError if unfit else BackendError)(f"no native kernels: {reason}")
     if setup.variant == "int8":
         raise ConfigError(
             "dtype 'int8' needs the native kernels"
