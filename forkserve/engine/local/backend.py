@@ -14,12 +14,13 @@ from forkserve.clock import Clock, SystemClock
 from forkserve.config import ForkServeConfig
 from forkserve.engine.local.checkpoint import open_checkpoint
 from forkserve.engine.local.cost import CostModel
+from forkserve.engine.local.forked import torch_threads
 from forkserve.engine.local.gate import Gate
 from forkserve.engine.local.portable import identity
 from forkserve.engine.local.runner import Floats, Ints, Runner, Setup, make_runner
 from forkserve.engine.protocol import Tokenizer
 from forkserve.engine.sampling import sample, top_logprobs
-from forkserve.errors import BackendError, ConfigError
+from forkserve.errors import BackendError, ConfigError, ModelError
 from forkserve.types import Batch, BatchResult, ModelInfo, Span, Work, WorkResult
 
 __all__ = ["LocalBackend"]
@@ -47,10 +48,9 @@ class LocalBackend:
         kernels: str = "auto",
         threads: int | None = None,
     ) -> None:
-        if threads is not None:
-            if threads < 1:
-                raise ConfigError(f"threads={threads} is out of range; give at least 1")
-            torch.set_num_threads(threads)
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads={threads} is out of range; give at least 1")
+        threads = torch_threads(threads)
         self.config = config
         self.clock: Clock = SystemClock()
         source = open_checkpoint(model)
@@ -66,9 +66,15 @@ class LocalBackend:
                 page_size=config.page_size,
                 capacity_pages=config.capacity_pages,
                 scratch_rows=max(config.max_batch_tokens, context, _WARM_UP_ROWS),
-                threads=torch.get_num_threads(),
+                threads=threads,
             )
-            runner, why_torch = make_runner(source, setup, kernels)
+            try:
+                runner, why_torch = make_runner(source, setup, kernels)
+            except MemoryError as error:
+                raise ModelError(
+                    f"{source.name}: no memory for its weights and tables of {context} positions; "
+                    "lower max_context, or take another dtype"
+                ) from error
             self._files = source.files()
         finally:
             source.close()
@@ -90,7 +96,7 @@ class LocalBackend:
                 "heads": spec.heads,
                 "kv_heads": spec.kv_heads,
                 "head_dim": spec.head_dim,
-                "threads": setup.threads,
+                "threads": threads if runner.kernels == "native" else torch.get_num_threads(),
                 "kernels": runner.kernels,
                 "instruction_set": getattr(runner, "isa", None),
                 "why_torch": why_torch,
@@ -102,6 +108,7 @@ class LocalBackend:
     def execute(self, batch: Batch) -> BatchResult:
         """Do the copies, then one forward pass over all works."""
         begin = self.clock.now_ms()
+        torch_threads()
         with self._gate:
             self._kv.copy(batch.copies)
             results = self._run(self._runner, batch.works) if batch.works else []

@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 ACTS = {"silu": 0, "gelu_tanh": 1}
 PHASES = ("linear", "write", "attention", "head")
-_FAULTS = {1: "out of memory", 2: "cannot start threads"}
+_FAULTS = {1: "out of memory", 2: "cannot start its threads; give fewer threads"}
 
 
 @dataclass(frozen=True, slots=True)
