@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from forkserve import Engine
 from forkserve.engine.local import LocalBackend
 from forkserve.engine.local.gate import Gate
 from forkserve.errors import BackendError
 from forkserve.kernels.native import library
-from forkserve.types import Batch
+from forkserve.types import Batch, SamplingParams
 
 from .conftest import Checkpoints, tiny_config
 from .rig import Rig, greedy
@@ -188,3 +189,30 @@ def test_one_logit_that_is_no_number_is_an_error(checkpoint: Checkpoints, kernel
     logits = rig.logits(rig.work(rig.root(), range(3)))[0]
     assert np.isnan(logits).sum() == 3
     backend.close()
+
+
+class _LittleMemory:
+    """The native library on a machine where a pass of more than some rows finds no memory."""
+
+    def __init__(self, real: Any, most: int) -> None:
+        self.real, self.most = real, most
+
+    def fs_forward_run(self, handle: Any, call: Any) -> int:
+        return 1 if call._obj.n > self.most else int(self.real.fs_forward_run(handle, call))
+
+
+@needs_native
+def test_without_memory_a_native_batch_is_tried_smaller(checkpoint: Checkpoints) -> None:
+    folder, prompt = checkpoint("llama")[1], [i % 250 for i in range(90)]
+    go_on = SamplingParams(ignore_eos=True)
+    with Engine(LocalBackend(tiny_config(), folder, kernels="native")) as cold:
+        want = cold.generate(cold.open(prompt).id, 5, params=go_on)
+    backend = LocalBackend(tiny_config(), folder, kernels="native")
+    forward: Any = backend._runner._forward  # type: ignore[attr-defined]
+    real = forward._library
+    forward._library = _LittleMemory(real, 20)
+    with Engine(backend) as eng:
+        assert eng.generate(eng.open(prompt).id, 5, params=go_on) == want
+        assert eng.stats().failed_passes
+        eng.check()
+        forward._library = real

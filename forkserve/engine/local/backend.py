@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,8 @@ class LocalBackend:
                 scratch_rows=max(config.max_batch_tokens, context, _WARM_UP_ROWS),
                 threads=threads,
             )
-            try:
+            with _enough_memory(source.name, context):
                 runner, why_torch = make_runner(source, setup, kernels)
-            except MemoryError as error:
-                raise ModelError(
-                    f"{source.name}: no memory for its weights and tables of {context} positions; "
-                    "lower max_context, or take another dtype"
-                ) from error
             self._files = source.files()
         finally:
             source.close()
@@ -103,7 +98,8 @@ class LocalBackend:
                 "exact": runner.exact,
             },
         )
-        self._cost = self._warm_up(runner)
+        with _enough_memory(source.name, context):
+            self._cost = self._warm_up(runner)
 
     def execute(self, batch: Batch) -> BatchResult:
         """Do the copies, then one forward pass over all works."""
@@ -213,6 +209,17 @@ class LocalBackend:
         rows = min(_WARM_UP_ROWS, self.info.max_context)
         many = time(rows)  # first, since it also pays for touching the weights
         return CostModel(time(1), rows, many)
+
+
+@contextlib.contextmanager
+def _enough_memory(name: str, context: int) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise ModelError(
+            f"{name}: no memory for its weights and tables of {context} positions; "
+            "lower max_context, or take another dtype"
+        ) from error
 
 
 def _result(work: Work, logits: Floats, top: Ints) -> WorkResult:

@@ -27,8 +27,8 @@ _ERRORS = {
     4: "the write span of work {0} does not follow its context, or lacks pages",
     5: "work {0} and those before it replay more rows than there are scratch rows",
     6: "work {0} has no tokens, or a negative position",
-    7: "out of memory while planning attention",
 }
+_MEMORY = 7
 
 
 class Pool(ctypes.Structure):
@@ -144,15 +144,21 @@ class AttentionPlan:
         )
         self.handle: int | None = library.fs_plan_new()
         if self.handle is None:
-            raise BackendError(_ERRORS[7])
+            raise MemoryError("no memory for a plan of attention")
 
     def build(self, tables: Tables) -> None:
-        """Plan a batch.  Raises `BackendError` for spans that don't make sense."""
+        """Plan a batch.
+
+        Raises `BackendError` for spans that don't make sense, `MemoryError` where a smaller batch
+        may still fit.
+        """
         if self.handle is None:
             raise BackendError("this plan is closed")
         where = ctypes.c_int64()
         shape, spans = ctypes.byref(self._shape), ctypes.byref(tables.spans)
         error = self._library.fs_plan_build(self.handle, shape, spans, ctypes.byref(where))
+        if error == _MEMORY:
+            raise MemoryError("no memory to plan the attention of this batch")
         if error:
             raise BackendError(_ERRORS[error].format(where.value))
 
