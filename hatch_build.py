@@ -99,7 +99,9 @@ class NativeHook(BuildHookInterface):  # type: ignore[misc, type-arg, unused-ign
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        wish = os.environ.get("FORKSERVE_NATIVE", "auto")
+        wish = os.environ.get("FORKSERVE_NATIVE") or "auto"
+        if wish not in ("auto", "require", "off"):
+            raise BuildError(f"FORKSERVE_NATIVE={wish} is unknown; auto, require and off are known")
         if wish == "off":
             return
         try:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+import math
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
+from safetensors.torch import load_file, save_file
 
 from forkserve.engine.local import LocalBackend
+from forkserve.engine.local.checkpoint import open_checkpoint
 from forkserve.engine.local.gguf import GGUFFile
 from forkserve.errors import ModelError
 
@@ -157,6 +162,76 @@ def test_unsupported_configurations(folder: Path) -> None:
         config.write_text(original)
         change(config, **values)
         fails(folder, match)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(folder: Path, bad: float) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights[name][3, 5] = bad
+    save_file(weights, folder / "model.safetensors")
+    fails(folder, rf"tensor '{name}' holds NaN or infinite values")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_any_value_of_a_configuration_loads_or_is_a_model_error(
+    checkpoint: Checkpoints, tmp_path: Path, family: str
+) -> None:
+    changes = {"sliding_window": 20} if family == "gemma3" else {}
+    folder = Path(shutil.copytree(checkpoint(family, **changes)[1], tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    bad = [0, -1, 3, 2**31, 10**30, 1.5, math.nan, math.inf, "x", None, [], {}, [1], True, {"a": 1}]
+    refused = 0
+    for number, (key, value) in enumerate(itertools.product(config, bad)):
+        if number % 7:
+            continue
+        (folder / "config.json").write_text(json.dumps({**config, key: value}))
+        try:
+            source = open_checkpoint(folder)
+            source.eos_ids(source.load_tokenizer())
+            source.close()
+        except ModelError:
+            refused += 1
+    assert refused > 10
+
+
+def test_sizes_that_do_not_fit_each_other(folder: Path) -> None:
+    config = folder / "config.json"
+    original = config.read_text()
+    for values, match in (
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; a whole number from 1"),
+        ({"num_key_value_heads": 3}, "4 heads do not share 3 heads of keys and values"),
+        ({"num_hidden_layers": 2**31}, f"num_hidden_layers is {2**31}"),
+        ({"vocab_size": "320"}, "vocab is '320'"),
+        ({"head_dim": 15}, "heads of 15 values cannot be rotated"),
+        ({"rms_norm_eps": math.nan}, "eps is nan; a finite number"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "no finite frequencies"),
+        ({"rope_parameters": [1]}, r"config\.json holds a value that makes no sense"),
+        ({"eos_token_id": ["x"]}, "end id 'x' is not a token id"),
+    ):
+        config.write_text(original)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        change(config, **values)
+        fails(folder, match)
+
+
+def test_any_changed_bytes_of_a_gguf_are_a_model_error_or_another_model(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf", checkpoint("llama")[0]).read_bytes()
+    path, draw = tmp_path / "m.gguf", random.Random(1)
+    refused = 0
+    for _ in range(150):
+        data = bytearray(whole)
+        data[draw.randrange(whole.index(b"output_norm.weight") + 2500)] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        try:
+            source = open_checkpoint(path)
+            source.eos_ids(source.load_tokenizer())
+            source.close()
+        except ModelError:
+            refused += 1
+    assert 20 < refused < 150
 
 
 def test_missing_or_broken_tokenizer(folder: Path) -> None:

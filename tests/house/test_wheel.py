@@ -124,3 +124,12 @@ def test_installed_demo_on_the_mock(installed: Path, tmp_path: Path) -> None:
     assert report["backend"] == "mock"
     assert report["turns"]
     assert report["identity"]["checked"] == report["identity"]["equal"] > 0
+
+
+def test_an_unknown_wish_for_native_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slip such as FORKSERVE_NATIVE=required must not leave the package slow in silence."""
+    hatch_build = pytest.importorskip("hatch_build")
+    hook = object.__new__(hatch_build.NativeHook)
+    monkeypatch.setenv("FORKSERVE_NATIVE", "required")
+    with pytest.raises(hatch_build.BuildError, match="FORKSERVE_NATIVE=required is unknown"):
+        hook.initialize("standard", {})

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from forkserve.errors import BackendError
-from forkserve.kernels.native.attention import Pool, copy_rows, gather, read_rows, write_rows
+from forkserve.kernels.native import attention
+from forkserve.kernels.native.attention import Pool, copy_rows, gather, write_rows
 from forkserve.kernels.native.library import available, load
 from forkserve.types import RowCopy
 from tests.kernels.forest import Layout, Shape, grow, normal, to_bf16
@@ -47,6 +49,21 @@ class Memory:
         return bool((self.flat == self.packed()).all())
 
 
+def read_rows(pool: Pool, runs: Sequence[tuple[int, int]]) -> bytearray:
+    """The rows in a buffer that held something else."""
+    width = pool.layers * 2 * pool.kv_heads * pool.dim * (2 if pool.bf16 else 4)
+    out = bytearray(b"\xa5" * width * sum(count for _, count in runs))
+    attention.read_rows(load(), pool, runs, out)
+    return out
+
+
+def test_a_buffer_of_another_length_is_refused() -> None:
+    memory = Memory(16, False)
+    row = LAYERS * 2 * HEADS * 32 * 4
+    with pytest.raises(BackendError, match=f"take {2 * row} bytes, the buffer has {row}"):
+        attention.read_rows(load(), memory.pool, [(3, 2)], bytearray(row))
+
+
 @BOTH
 @EACH_PAGE
 def test_copies_move_the_named_rows_only(page: int, bf16: bool) -> None:
@@ -68,10 +85,10 @@ def test_copies_move_the_named_rows_only(page: int, bf16: bool) -> None:
 def test_runs_are_read_in_canonical_order(page: int, bf16: bool) -> None:
     memory = Memory(page, bf16)
     runs = [(5, page), (3 * page, 2 * page), (2 * page + 1, 1)]
-    got = read_rows(load(), memory.pool, runs)
+    got = read_rows(memory.pool, runs)
     want = np.concatenate([memory.rows[:, :, a : a + n] for a, n in runs], 2)
     assert got == want.tobytes()
-    assert read_rows(load(), memory.pool, []) == b""
+    assert read_rows(memory.pool, []) == b""
     assert memory.unchanged_else()
 
 
@@ -91,7 +108,7 @@ def test_runs_are_written_back(page: int, bf16: bool) -> None:
 
 def test_a_run_too_short_is_refused() -> None:
     memory = Memory(16, False)
-    rows = read_rows(load(), memory.pool, [(0, 10)])
+    rows = read_rows(memory.pool, [(0, 10)])
     with pytest.raises(BackendError, match="lacks row 10; it has 10 rows"):
         write_rows(load(), memory.pool, [(0, 7)], rows, 4)
     with pytest.raises(BackendError, match="lacks row"):
@@ -146,9 +163,9 @@ def test_bfloat16_is_rounded_to_nearest_even() -> None:
     plan.attend(layout.pool, job.q, (k, v))
     assert work.write is not None
     rows = layout.rows(work.write)
-    got = np.frombuffer(
-        read_rows(load(), layout.pool, [(int(row), 1) for row in rows]), np.uint16
-    ).reshape(2, 2, 40, 32)
+    got = np.frombuffer(read_rows(layout.pool, [(int(row), 1) for row in rows]), np.uint16).reshape(
+        2, 2, 40, 32
+    )
     want = to_bf16(np.stack([k, v])).transpose(0, 2, 1, 3)
     is_nan = (want & 0x7FFF) > 0x7F80
     assert ((got & 0x7FFF) > 0x7F80)[is_nan].all()
@@ -178,7 +195,7 @@ def test_rows_travel_beside_a_batch() -> None:
             row = 16 * draw.choice(spare) + draw.randrange(8)
             rows = np.random.default_rng(row).bytes(2 * 2 * 8 * 32 * 4)
             write_rows(load(), layout.pool, [(row, 8)], rows, 0)
-            if read_rows(load(), layout.pool, [(row, 8)]) != rows:
+            if read_rows(layout.pool, [(row, 8)]) != rows:
                 failed.append(row)
 
     thread = threading.Thread(target=travel)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +17,10 @@ from forkserve.types import Batch, SampleSpec, SamplingParams, Span, Work
 CONFIG = ForkServeConfig(page_size=4, capacity_pages=64, max_batch_tokens=64)
 
 
-def spread(count: int, seed: int, start: int = 0, offset: int = 0) -> Span:
-    """A span over shuffled pages."""
+def spread(count: int, seed: int, start: int = 0, offset: int = 0, size: int = 4) -> Span:
+    """A span over shuffled pages of `size` rows."""
     pages = random.Random(seed).sample(range(64), 64)
-    return Span(("s", seed), pages[: (offset + count + 3) // 4], start, count, offset)
+    return Span(("s", seed), pages[: -(-(offset + count) // size)], start, count, offset)
 
 
 def work(tokens: Sequence[int], write: Span | None, context: tuple[Span, ...] = ()) -> Work:
@@ -32,19 +31,19 @@ def work(tokens: Sequence[int], write: Span | None, context: tuple[Span, ...] = 
 def check(backend: Any) -> None:
     assert isinstance(backend, Portable)
     tokens = [random.Random(1).randrange(200) for _ in range(30)]
-    here = spread(30, seed=1)
+    size = backend.config.page_size
+    here = spread(30, seed=1, size=size)
     backend.execute(Batch([work(tokens, here)]))
     ahead = Span("a", here.pages, 0, 13, 0)
-    rest = Span("b", here.pages[3:], 13, 17, 1)
+    rest = Span("b", here.pages[13 // size :], 13, 17, 13 % size)
     run = backend.read_rows([here])
     assert len(run) == 30 * backend.info.kv_bytes_per_token
     assert backend.read_rows([ahead, rest]) == run
     wanted = backend.execute(Batch([work([7], None, (here,))])).results[0].logits
     backend.discard(here.pages)
 
-    first, second = spread(11, seed=2, offset=3), spread(19, seed=3, start=11, offset=1)
-    taken = set(first.pages)
-    second = Span("c", [p for p in range(64) if p not in taken][:6], 11, 19, 1)
+    first = spread(11, seed=2, offset=3, size=size)
+    second = Span("c", [p for p in range(64) if p not in first.pages][:6], 11, 19, 1)
     backend.write_rows(first, run, 0)
     backend.write_rows(second, memoryview(run), 11)
     assert backend.read_rows([first, second]) == run
@@ -78,14 +77,23 @@ def test_missing_rows_change_the_mock() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_of_the_bundled_engine_travel(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_rows_of_the_bundled_engine_travel(kernels: str, dtype: str) -> None:
     from forkserve.engine import LocalBackend
+    from forkserve.kernels.native import library
 
-    backend = LocalBackend(CONFIG, dtype=dtype)
+    config = CONFIG  # of pages that the native kernels don't have
+    if kernels == "native":
+        if why := library.available():
+            pytest.skip(why)
+        config = ForkServeConfig(page_size=16, capacity_pages=64, max_batch_tokens=64)
+    elif dtype == "int8":
+        pytest.skip("a variant of the native kernels")
+    backend = LocalBackend(config, dtype=dtype, kernels=kernels)
     check(backend)
     made = fingerprint(backend.identity(weights_id))
-    assert made.fields["kv_dtype"] == dtype
+    assert made.fields["kv_dtype"] == ("float32" if dtype == "float32" else "bfloat16")
     assert made.fields["weights"].startswith("blake3:")
     assert made.layout["row_bytes"] == backend.info.kv_bytes_per_token
     backend.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from forkserve.clock import Clock, SystemClock
 from forkserve.config import ForkServeConfig
 from forkserve.engine.local.checkpoint import open_checkpoint
 from forkserve.engine.local.cost import CostModel
+from forkserve.engine.local.forked import torch_threads
+from forkserve.engine.local.gate import Gate
 from forkserve.engine.local.portable import identity
 from forkserve.engine.local.runner import Floats, Ints, Runner, Setup, make_runner
 from forkserve.engine.protocol import Tokenizer
 from forkserve.engine.sampling import sample, top_logprobs
-from forkserve.errors import BackendError, ConfigError
+from forkserve.errors import BackendError, ConfigError, ModelError
 from forkserve.types import Batch, BatchResult, ModelInfo, Span, Work, WorkResult
 
 __all__ = ["LocalBackend"]
@@ -50,10 +53,9 @@ class LocalBackend:
         kv: str = "none",
         debug: bool = False,
     ) -> None:
-        if threads is not None:
-            if threads < 1:
-                raise ConfigError(f"threads={threads} is out of range; give at least 1")
-            torch.set_num_threads(threads)
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads={threads} is out of range; give at least 1")
+        threads = torch_threads(threads)
         self.config = config
         self.clock: Clock = SystemClock()
         source = open_checkpoint(model)
@@ -69,18 +71,20 @@ class LocalBackend:
                 page_size=config.page_size,
                 capacity_pages=config.capacity_pages,
                 scratch_rows=max(config.max_batch_tokens, context, _WARM_UP_ROWS),
-                threads=torch.get_num_threads(),
+                threads=threads,
                 device=device,
                 kv=kv,
                 debug=debug,
             )
-            runner, why_torch = make_runner(source, setup, kernels)
+            with _enough_memory(source.name, context):
+                runner, why_torch = make_runner(source, setup, kernels)
             self._files = source.files()
         finally:
             source.close()
         self._spec = spec
-        self._runner: Runner | None = runner
+        self._runner = runner
         self._kv = runner.kv
+        self._gate = Gate(runner.close)
         self.info = ModelInfo(
             name=source.name,
             vocab_size=spec.vocab,
@@ -95,7 +99,7 @@ class LocalBackend:
                 "heads": spec.heads,
                 "kv_heads": spec.kv_heads,
                 "head_dim": spec.head_dim,
-                "threads": setup.threads,
+                "threads": threads if runner.kernels == "native" else torch.get_num_threads(),
                 "kernels": runner.kernels,
                 "instruction_set": getattr(runner, "isa", None),
                 "why_torch": why_torch,
@@ -103,14 +107,16 @@ class LocalBackend:
                 "kv": kv,
             },
         )
-        self._cost = self._warm_up(runner)
+        with _enough_memory(source.name, context):
+            self._cost = self._warm_up(runner)
 
     def execute(self, batch: Batch) -> BatchResult:
         """Do the copies, then one forward pass over all works."""
         begin = self.clock.now_ms()
-        runner = self._live()
-        self._kv.copy(batch.copies)
-        results = self._run(runner, batch.works) if batch.works else []
+        torch_threads()
+        with self._gate:
+            self._kv.copy(batch.copies)
+            results = self._run(self._runner, batch.works) if batch.works else []
         elapsed = self.clock.now_ms() - begin
         rows = sum(len(work.tokens) for work in batch.works)
         if rows:
@@ -124,35 +130,32 @@ class LocalBackend:
 
     def discard(self, pages: Sequence[int]) -> None:
         """Long runs of freed pages go back to the operating system."""
-        if self._runner is not None:
+        with contextlib.suppress(BackendError), self._gate:  # a closed one has none any more
             self._kv.discard(pages)
 
     def identity(self, weights: Callable[[Sequence[Path]], str]) -> Mapping[str, Any]:
         """What must be equal for stored rows to be ours; see `Portable`."""
-        return identity(self._spec, self.info, self._live(), self._files, weights)
+        with self._gate:
+            return identity(self._spec, self.info, self._runner, self._files, weights)
 
     def read_rows(self, spans: Sequence[Span]) -> bytearray:
         """Rows of consecutive spans as bytes; see `Portable`."""
-        return self._live().kv.read(spans)
+        with self._gate:
+            return self._kv.read(spans)
 
     def read_rows_into(self, spans: Sequence[Span], out: bytearray) -> None:
         """The same into a buffer that is there already; see `Refilling`."""
-        self._kv.read_into(spans, out)
+        with self._gate:
+            self._kv.read_into(spans, out)
 
     def write_rows(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """Rows of a stored run into the slots of a span; see `Portable`."""
-        self._live().kv.write(span, rows, at)
+        with self._gate:
+            self._kv.write(span, rows, at)
 
     def close(self) -> None:
-        """Drop weights and KV.  Idempotent."""
-        if self._runner is not None:
-            self._runner.close()
-        self._runner = None
-
-    def _live(self) -> Runner:
-        if self._runner is None:
-            raise BackendError("this backend is closed")
-        return self._runner
+        """Drop weights and KV, now or when the pass that uses them has ended.  Idempotent."""
+        self._gate.close()
 
     # -- one pass --------------------------------------------------------------------------
 
@@ -216,6 +219,17 @@ class LocalBackend:
         rows = min(_WARM_UP_ROWS, self.info.max_context)
         many = time(rows)  # first, since it also pays for touching the weights
         return CostModel(time(1), rows, many)
+
+
+@contextlib.contextmanager
+def _enough_memory(name: str, context: int) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise ModelError(
+            f"{name}: no memory for its weights and tables of {context} positions; "
+            "lower max_context, or take another dtype"
+        ) from error
 
 
 def _result(

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from forkserve.engine.local.describe import from_gguf, from_hugging_face, text_config
 from forkserve.engine.local.gguf import GGUFFile
+from forkserve.engine.local.sound import checked, finite, readable
 from forkserve.engine.local.spec import FAMILIES, ModelSpec
 from forkserve.engine.local.tokenizer import LocalTokenizer
 from forkserve.errors import ModelError
@@ -72,12 +73,22 @@ def open_tokenizer(model: str | Path) -> LocalTokenizer:
     """Tokenizer and template alone: needs no weights, and no architecture that we can run."""
     path = _find(model)
     if path.is_dir():
-        return LocalTokenizer.from_folder(path)
+        return _folder_tokenizer(path)
     file = GGUFFile(path)
     try:
-        return LocalTokenizer.from_gguf(file.meta, str(path))
+        return _gguf_tokenizer(file)
     finally:
         file.close()
+
+
+def _gguf_tokenizer(file: GGUFFile) -> LocalTokenizer:
+    with readable(f"{file.path}: its tokenizer"):
+        return LocalTokenizer.from_gguf(file.meta, str(file.path))
+
+
+def _folder_tokenizer(folder: Path) -> LocalTokenizer:
+    with readable(f"{folder}: its tokenizer"):
+        return LocalTokenizer.from_folder(folder)
 
 
 def _find(model: str | Path) -> Path:
@@ -166,7 +177,8 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile(path)
         self.name = path.stem
-        self.spec = from_gguf(self._file.meta, str(path))
+        with readable(f"{path}: its metadata"):
+            self.spec = checked(from_gguf(self._file.meta, str(path)), str(path))
 
     def has(self, name: str) -> bool:
         return _translate(name, _GGUF_NAMES, _GGUF_LAYER, "blk") in self._file.tensors
@@ -181,15 +193,16 @@ class GGUFCheckpoint:
         part = name.split(".")[1] if name[0].isdigit() else name
         if part in ("q", "k") and FAMILIES[self.spec.family].gguf_pairs:
             out.copy_(_unpair(out, self.spec.heads if part == "q" else self.spec.kv_heads))
+        finite(out, full, str(self._file.path))
 
     def load_tokenizer(self) -> LocalTokenizer:
-        return LocalTokenizer.from_gguf(self._file.meta, str(self._file.path))
+        return _gguf_tokenizer(self._file)
 
     def eos_ids(self, tokenizer: LocalTokenizer) -> tuple[int, ...]:
         """The ids the file names, and end markers by their usual names: files often name one."""
         keys = ("eos_token_id", "eot_token_id", "eom_token_id")
         named = [self._file.meta.get(f"tokenizer.ggml.{key}") for key in keys]
-        return _unique([*named, *tokenizer.end_markers()])
+        return _unique([*named, *tokenizer.end_markers()], str(self._file.path))
 
     def files(self) -> list[Path]:
         return [self._file.path]
@@ -211,9 +224,11 @@ class SafetensorsCheckpoint:
         self.folder = folder
         self.name = folder.resolve().name
         self._config = _json(folder / "config.json")
-        self.spec = from_hugging_face(self._config, str(folder))
+        with readable(f"{folder / 'config.json'}"):
+            self.spec = checked(from_hugging_face(self._config, str(folder)), str(folder))
         self._files: dict[Path, Any] = {}
-        self._where = self._index()
+        with readable(f"{folder}: the index of its tensors"):
+            self._where = self._index()
         self._names = _HF_POST_NORMS if self.spec.post_norms else _HF_LAYER
         self._prefix = self._find_prefix()
 
@@ -266,9 +281,10 @@ class SafetensorsCheckpoint:
         if name.endswith("norm") and FAMILIES[self.spec.family].norm_plus_one:
             tensor = tensor.float() + 1.0
         out.copy_(tensor)
+        finite(out, full, str(path))
 
     def load_tokenizer(self) -> LocalTokenizer:
-        return LocalTokenizer.from_folder(self.folder)
+        return _folder_tokenizer(self.folder)
 
     def eos_ids(self, tokenizer: LocalTokenizer) -> tuple[int, ...]:
         """generation_config.json decides; else config.json and the usual end markers."""
@@ -281,7 +297,8 @@ class SafetensorsCheckpoint:
             markers = tokenizer.end_markers()
         else:
             markers = []
-        return _unique([*(found if isinstance(found, list) else [found]), *markers])
+        ids = found if isinstance(found, list) else [found]
+        return _unique([*ids, *markers], str(self.folder))
 
     def files(self) -> list[Path]:
         """All shards, and the configuration of model and tokenizer."""
@@ -311,8 +328,12 @@ def _check_shape(where: str, name: str, shape: tuple[int, ...], out: torch.Tenso
         )
 
 
-def _unique(ids: list[int | None]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(i for i in ids if i is not None))
+def _unique(ids: list[Any], where: str) -> tuple[int, ...]:
+    given = [i for i in ids if i is not None]
+    for i in given:
+        if isinstance(i, bool) or not isinstance(i, int) or i < 0:
+            raise ModelError(f"{where}: end id {i!r} is not a token id")
+    return tuple(dict.fromkeys(given))
 
 
 def _json(path: Path) -> dict[str, Any]:

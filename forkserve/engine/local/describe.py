@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forkserve.engine.local.rotary import Rope, checked_rope
+from forkserve.engine.local.sound import whole
 from forkserve.engine.local.spec import FAMILIES, ModelSpec
 from forkserve.errors import ModelError
 
@@ -92,7 +93,10 @@ def from_hugging_face(config: Mapping[str, Any], where: str) -> ModelSpec:
         raise ModelError(f"{where}: activation '{act}' is not supported; {wanted} is")
     if config.get("use_bidirectional_attention"):
         raise ModelError(f"{where}: bidirectional attention is not supported; causal is")
-    heads, hidden, layers = get("num_attention_heads"), get("hidden_size"), get("num_hidden_layers")
+    heads, hidden, layers = (
+        whole(get(key), key, where)
+        for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+    )
     head_dim = config.get("head_dim") or hidden // heads
     kinds = _layer_kinds(config, family, layers, where)
     ropes, rope_of = _hf_ropes(config, kinds, where)
@@ -210,7 +214,10 @@ def from_gguf(meta: Mapping[str, Any], where: str) -> ModelSpec:
         return value
 
     traits = FAMILIES[arch]
-    heads, hidden, layers = get("attention.head_count"), get("embedding_length"), get("block_count")
+    heads, hidden, layers = (
+        whole(get(key), f"{arch}.{key}", where)
+        for key in ("attention.head_count", "embedding_length", "block_count")
+    )
     head_dim = get("attention.key_length", hidden // heads)
     if get("expert_count", 0):
         raise ModelError(f"{where}: {get('expert_count')} experts: mixtures are not supported")
@@ -225,6 +232,9 @@ def from_gguf(meta: Mapping[str, Any], where: str) -> ModelSpec:
     ropes, rope_of = _gguf_ropes(get, arch, local, where)
     context = _context(int(get("context_length")), ropes)
     gemma2 = arch == "gemma2"
+    vocab = meta.get(f"{arch}.vocab_size") or len(meta.get("tokenizer.ggml.tokens", ()))
+    if not vocab:
+        raise ModelError(f"{where} has no tokenizer, and no size of a vocabulary")
     return ModelSpec(
         family=arch,
         layers=layers,
@@ -233,7 +243,7 @@ def from_gguf(meta: Mapping[str, Any], where: str) -> ModelSpec:
         heads=heads,
         kv_heads=get("attention.head_count_kv", heads),
         head_dim=head_dim,
-        vocab=meta.get(f"{arch}.vocab_size") or len(meta.get("tokenizer.ggml.tokens", ())),
+        vocab=vocab,
         context=context,
         eps=get("attention.layer_norm_rms_epsilon"),
         ropes=ropes,

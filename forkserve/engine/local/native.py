@@ -115,22 +115,17 @@ class NativeKV(PagedKV):
         if copies:
             attention.copy_rows(self._library, self.pool, copies)
 
-    def read(self, spans: Sequence[Span]) -> bytearray:
+    def read_into(self, spans: Sequence[Span], out: bytearray) -> None:
         """See `PagedKV`."""
         runs = [run for span in spans for run in runs_of(span, self.page_size)]
         self._check(runs)
-        area = self.rows  # a store reads in a thread of its own: stays mapped past a `close`
-        out = attention.read_rows(self._library, self.pool, runs)
-        del area
-        return out
+        attention.read_rows(self._library, self.pool, runs, out)
 
     def write(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """See `PagedKV`."""
         runs = list(runs_of(span, self.page_size))
         self._check(runs)
-        area = self.rows  # as in `read`
         attention.write_rows(self._library, self.pool, runs, rows, at)
-        del area
 
     def _check(self, runs: Sequence[tuple[int, int]]) -> None:
         """Refuse what lies outside the pool, where C++ would read or write anything."""

@@ -27,8 +27,8 @@ _ERRORS = {
     4: "the write span of work {0} does not follow its context, or lacks pages",
     5: "work {0} and those before it replay more rows than there are scratch rows",
     6: "work {0} has no tokens, or a negative position",
-    7: "out of memory while planning attention",
 }
+_MEMORY = 7
 
 
 class Pool(ctypes.Structure):
@@ -144,15 +144,21 @@ class AttentionPlan:
         )
         self.handle: int | None = library.fs_plan_new()
         if self.handle is None:
-            raise BackendError(_ERRORS[7])
+            raise MemoryError("no memory for a plan of attention")
 
     def build(self, tables: Tables) -> None:
-        """Plan a batch.  Raises `BackendError` for spans that don't make sense."""
+        """Plan a batch.
+
+        Raises `BackendError` for spans that don't make sense, `MemoryError` where a smaller batch
+        may still fit.
+        """
         if self.handle is None:
             raise BackendError("this plan is closed")
         where = ctypes.c_int64()
         shape, spans = ctypes.byref(self._shape), ctypes.byref(tables.spans)
         error = self._library.fs_plan_build(self.handle, shape, spans, ctypes.byref(where))
+        if error == _MEMORY:
+            raise MemoryError("no memory to plan the attention of this batch")
         if error:
             raise BackendError(_ERRORS[error].format(where.value))
 
@@ -210,17 +216,22 @@ def copy_rows(library: ctypes.CDLL, pool: Pool, copies: Sequence[RowCopy]) -> No
     )
 
 
-def read_rows(library: ctypes.CDLL, pool: Pool, runs: Sequence[tuple[int, int]]) -> bytearray:
-    """Rows of `runs` (first row of the pool, count) as bytes, [layers, 2*Hk, n, D]."""
+def read_rows(
+    library: ctypes.CDLL, pool: Pool, runs: Sequence[tuple[int, int]], out: bytearray
+) -> None:
+    """Rows of `runs` (first row of the pool, count) into `out` as bytes, [layers, 2*Hk, n, D].
+
+    Raises `BackendError` if `out` has not exactly their length.
+    """
     table = np.array(runs, dtype=np.int64).reshape(-1, 2)
-    width = pool.layers * 2 * pool.kv_heads * pool.dim * (2 if pool.bf16 else 4)
-    out = bytearray(width * int(table[:, 1].sum()))
+    need = _row_bytes(pool) * int(table[:, 1].sum())
+    if len(out) != need:
+        raise BackendError(f"these rows take {need} bytes, the buffer has {len(out)}")
     if out:
-        at = (ctypes.c_char * len(out)).from_buffer(out)
+        at = (ctypes.c_char * need).from_buffer(out)
         library.fs_read_rows(
             ctypes.byref(pool), _POINTER(table.ctypes.data), ctypes.c_int64(len(table)), at
         )
-    return out
 
 
 def write_rows(
@@ -233,7 +244,7 @@ def write_rows(
     """Write rows from `at` on of what `read_rows` gave to `runs` (first row, count)."""
     table = np.array(runs, dtype=np.int64).reshape(-1, 2)
     source = np.frombuffer(rows, dtype=np.uint8)
-    width = pool.layers * 2 * pool.kv_heads * pool.dim * (2 if pool.bf16 else 4)
+    width = _row_bytes(pool)
     have, need = source.size // width, at + int(table[:, 1].sum())
     if source.size % width or need > have:
         raise BackendError(f"a run of {source.size} bytes lacks row {need - 1}; it has {have} rows")
@@ -241,3 +252,7 @@ def write_rows(
         *(ctypes.byref(pool), _POINTER(table.ctypes.data), ctypes.c_int64(len(table))),
         *(_POINTER(source.ctypes.data), ctypes.c_int64(have), ctypes.c_int64(at)),
     )
+
+
+def _row_bytes(pool: Pool) -> int:
+    return int(pool.layers * 2 * pool.kv_heads * pool.dim * (2 if pool.bf16 else 4))

@@ -79,14 +79,25 @@ void multiply(float* x, float factor, int n) {
 }
 
 int32_t largest(const float* x, int64_t n) {
-    float top = x[0];
+    float top = x[0], faults = 0;  // 0, or NaN if an x is NaN or infinite
     int64_t whole = n / LANES * LANES;
     if (whole) {
-        vf tops = load(x);
-        for (int64_t i = LANES; i < whole; i += LANES) tops = max(load(x + i), tops);
+        vf tops = load(x), none = zero(), sum = none * tops;
+        for (int64_t i = LANES; i < whole; i += LANES) {
+            vf next = load(x + i);
+            tops = max(next, tops);
+            sum = fma(none, next, sum);
+        }
         top = reduce_max(tops);
+        faults = reduce_add(sum);
     }
-    for (int64_t i = whole; i < n; i++) top = x[i] > top ? x[i] : top;
+    for (int64_t i = whole; i < n; i++) {
+        top = x[i] > top ? x[i] : top;
+        faults += 0 * x[i];
+    }
+    if (faults != 0)
+        for (int64_t i = 0; i < n; i++)
+            if (x[i] != x[i]) return (int32_t)i;
     for (int64_t i = 0; i < n; i++)
         if (x[i] == top) return (int32_t)i;
     return 0;

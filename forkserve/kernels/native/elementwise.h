@@ -24,7 +24,7 @@ void soft_cap(float* x, int64_t n, float cap);
 void accumulate(float* x, const float* y, int n);
 void multiply(float* x, float factor, int n);
 
-// Index of the largest of x, the first among equals.
+// Index of the largest of x, the first among equals; of a NaN if there is one.
 int32_t largest(const float* x, int64_t n);
 
 }  // namespace fs

@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 ACTS = {"silu": 0, "gelu_tanh": 1}
 PHASES = ("linear", "write", "attention", "head")
-_FAULTS = {1: "out of memory", 2: "cannot start threads"}
+_MEMORY, _FAULTS = 1, {2: "cannot start its threads; give fewer threads"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,8 @@ class Forward:
     ) -> Ints:
         """One batch: ids [n]; plans: one a layer, built for it; logits [m, vocab] of `rows` [m].
 
-        Returns the id of each row's largest logit, the lowest among equals.
+        Returns the id of each row's largest logit, the lowest among equals.  Raises `MemoryError`
+        where a smaller batch may still fit, `BackendError` where no threads can be had.
         """
         top = np.empty(len(rows), np.int32)
         handles = (ctypes.c_void_p * len(plans))(*(plan.handle for plan in plans))
@@ -156,6 +157,8 @@ class Forward:
             *(len(rows), pointer(rows), pointer(logits), pointer(top), pointer(self.seconds)),
         )
         fault = self._library.fs_forward_run(self._handle, ctypes.byref(call))
+        if fault == _MEMORY:
+            raise MemoryError(f"no memory for a native forward pass over {len(ids)} rows")
         if fault:
             raise BackendError(f"the native forward pass over {len(ids)} rows: {_FAULTS[fault]}")
         return top

@@ -219,15 +219,20 @@ int64_t fs_packed_bytes(int kind, int64_t n, int64_t k) {
     return (n + fs::PANEL - 1) / fs::PANEL * fs::panel_bytes(kind, k);
 }
 
-void fs_pack(int kind, const float* w, int64_t n, int64_t k, void* data, int threads) {
-    fs::Team team(threads);
-    team.run([&](int) {
-        for (int64_t p; (p = team.take()) * fs::PANEL < n;) {
-            int rows = (int)std::min<int64_t>(fs::PANEL, n - p * fs::PANEL);
-            fs::pack_panel(kind, w + p * fs::PANEL * k, rows, k,
-                           (char*)data + p * fs::panel_bytes(kind, k));
-        }
-    });
+int fs_pack(int kind, const float* w, int64_t n, int64_t k, void* data, int threads) {
+    try {
+        fs::Team team(threads);
+        team.run([&](int) {
+            for (int64_t p; (p = team.take()) * fs::PANEL < n;) {
+                int rows = (int)std::min<int64_t>(fs::PANEL, n - p * fs::PANEL);
+                fs::pack_panel(kind, w + p * fs::PANEL * k, rows, k,
+                               (char*)data + p * fs::panel_bytes(kind, k));
+            }
+        });
+    } catch (const std::exception&) {
+        return 1;
+    }
+    return 0;
 }
 
 void fs_linear(const fs::Packed* w, const float* x, int64_t m, float* y, int threads) {

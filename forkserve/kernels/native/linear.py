@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from forkserve.errors import BackendError
+
 __all__ = ["KINDS", "PANEL", "Packed", "PackedLinear", "pack", "pointer"]
 
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
@@ -54,7 +56,7 @@ def pack(
     """weight [N, K] float32, bias [N] -> the weights in `kind`, one of `KINDS`.
 
     bfloat16 rounds to nearest even.  int8 keeps integers in -127..127 with a bfloat16 scale for
-    every 32 weights of a row.
+    every 32 weights of a row.  Raises `BackendError` where the system gives no threads.
     """
     n, k = weight.shape
     weight = np.ascontiguousarray(weight, np.float32)
@@ -65,8 +67,8 @@ def pack(
     if bias is not None:
         shift = np.zeros(-(-n // PANEL) * PANEL, np.float32)
         shift[:n] = bias
-    library.fs_pack.restype = None
-    library.fs_pack(sizes[0], pointer(weight), *sizes[1:], pointer(data), threads)
+    if library.fs_pack(sizes[0], pointer(weight), *sizes[1:], pointer(data), threads):
+        raise BackendError(f"cannot start {threads} threads to pack weights; give fewer threads")
     return PackedLinear(Packed(pointer(data), pointer(shift), n, k, sizes[0]), (data, shift))
 
 

@@ -5,13 +5,18 @@
 namespace fs {
 
 void Team::start(Entry entry, void* context) {
-    if (process_ != getpid()) {
+    if (workers_ == nullptr || process_ != getpid()) {
         workers_ = new Workers;
         process_ = getpid();
         arrived_ = 0;
         int seen = call_.load();
-        for (int tid = 1; tid < size_; tid++)
-            workers_->threads.emplace_back([=] { work(workers_, tid, seen); });
+        try {
+            for (int tid = 1; tid < size_; tid++)
+                workers_->threads.emplace_back([=] { work(workers_, tid, seen); });
+        } catch (...) {  // a part of a team would wait for the rest for ever
+            stop();
+            throw;
+        }
     }
     entry_ = entry;
     context_ = context;
@@ -52,9 +57,11 @@ void Team::stop() {
     workers_->wake.notify_all();
     for (auto& worker : workers_->threads) worker.join();
     delete workers_;
+    workers_ = nullptr;
+    ended_ = false;
 }
 
 }  // namespace fs
 
 // Raised together with ABI of library.py.
-FS_API int fs_abi() { return 1; }
+FS_API int fs_abi() { return 2; }

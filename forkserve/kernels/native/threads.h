@@ -20,6 +20,7 @@ class Team {
     int size() const { return size_; }
 
     // work(tid) on every thread, tid 0..size-1; returns when all are done.  One caller at a time.
+    // Throws std::system_error where the system gives no thread; the next call tries again.
     template <class Work>
     void run(Work&& work) {
         if (size_ == 1) return work(0);
