@@ -92,6 +92,7 @@ class LocalBackend:
                 "instruction_set": getattr(runner, "isa", None),
                 "why_torch": why_torch,
                 "exact": runner.exact,
+                "window": spec.window,
             },
         )
         self._cost = self._warm_up(runner)

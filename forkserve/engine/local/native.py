@@ -63,6 +63,7 @@ class NativeRunner:
             for window in set(spec.windows)
         }
         self._plans = [plans[window] for window in spec.windows]
+        self._window = spec.window
         self._buffer = np.empty((0, spec.vocab), np.float32)
 
     def run(
@@ -71,7 +72,7 @@ class NativeRunner:
         """See `Runner`."""
         if self._forward is None:
             raise BackendError("this backend is closed")
-        tables = attention.gather(works, self.kv.page_size)
+        tables = attention.gather(works, self.kv.page_size, self._window)
         for plan in dict.fromkeys(self._plans):
             plan.build(tables)
         rows = np.array(wanted, np.int32)
