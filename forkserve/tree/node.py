@@ -63,7 +63,7 @@ class Node:
     line: which committed line a Commit or Idle node belongs to (MAIN_LINE, or an attempt's).
     evicted: its KV was dropped; it comes back by prefill.  published: full pages, counted from
     position 0, that the prefix index knows, with `digest` at their end.
-    floor: rows of the path below this position were given back on purpose (`forkserve.tree.window`).
+    floor: rows of the path below it were given back on purpose (`forkserve.tree.window`).
     """
 
     id: int

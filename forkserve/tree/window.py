@@ -60,8 +60,8 @@ def give_back(tree: ContextTree, window: int) -> int:
     gone = segment.pages[:count]
     for above in [*(s for n in chain[:first] for s in n.segments), *node.segments[:number]]:
         gone += above.pages
-    for above in chain[:first]:
-        above.segments = []
+    for member in chain[:first]:
+        member.segments = []
     rest = new_segment(floor, segment.pages[count:], segment.end)
     rest.sealed, rest.shared = segment.sealed, segment.shared
     node.segments = [rest, *node.segments[number + 1 :]]

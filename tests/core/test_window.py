@@ -47,7 +47,7 @@ def floor(eng: Engine, session: str) -> int:
 def test_random_schedules(setting: int) -> None:
     """Every verb in any order, with windows of 1 to 25 rows: the tokens of a cold engine."""
     windows = (1, 3, 5, 9, 14, 25)
-    for seed in range(40):
+    for seed in range(12 * setting, 12 * setting + 12):
         fixed = {**SETTINGS[setting], "window": windows[seed % len(windows)]}
         begin, steps = schedule(seed, 60)
         try:
