@@ -80,8 +80,10 @@ class Boarding:
     def _board(self, flight: Flight, task: Task, tokens: int) -> None:
         """Add one task's next rows to the batch, or finish, park or drop the task."""
         core, tree, target = self.core, task.tree, task.target
-        if core.window and not self._within(flight, task):
-            return
+        if core.window:
+            if not self._within(flight, task):
+                return
+            tokens = self._room(task, tokens)
         parts = missing(target, task.end())
         handle = task.generation_handle
         held: Reservation | None = None
@@ -146,6 +148,14 @@ class Boarding:
             return False
         regain(core, tree)
         return not task.done
+
+    def _room(self, task: Task, tokens: int) -> int:
+        """Rows of a path longer than the pool come bit by bit: old ones go between passes."""
+        pool = self.core.pool
+        if pool.pages_for(task.end()) <= pool.capacity:
+            return tokens
+        kept = pool.pages_for(self.core.window) + 2  # its ends are no whole pages
+        return min(tokens, max((pool.capacity - kept) * pool.page_size, 1))
 
     def _prolong(
         self,
@@ -216,7 +226,8 @@ class Boarding:
             return reserve(task.tree, owner, begin, count)
         except OutOfPages as error:
             shortage = error
-        least, capacity = core.pool.pages_for(task.end()), core.pool.capacity
+        rows = min(task.end(), core.window) if core.window else task.end()  # those that must stay
+        least, capacity = core.pool.pages_for(rows), core.pool.capacity
         if least > capacity:  # it can never fit: nobody is to lose rows for it
             core.finish(task, OutOfPages(least, capacity, capacity, _TOO_LONG))
             return None
