@@ -35,6 +35,7 @@ class Durable(Restoring):
         """Store the KV of a committed state (default: the tip), and perhaps give it a name.
 
         Whole chunks of 256 tokens are stored; a rest is computed again when the state is restored.
+        Of a state whose first rows fell out of a sliding window the tokens alone are stored.
         wait: until it is durable, computing missing rows first.  With wait=False only rows that
         exist are stored, in the background, and a full queue drops the request
         (`Publication.accepted`); nothing ever waits for the store then.
@@ -241,6 +242,8 @@ class Durable(Restoring):
                     tokens = tree.tokens(node)
                     links = plan_chain(tokens, tree.salt)
                     limit = ready(node) if most is None else min(ready(node), most)
+                    if any(n.floor for n in (node, *node.ancestors())):
+                        limit = 0  # its first rows fell out of the window, and were given back
                     there = [x for x in links if x.start + x.count <= limit]
                     upto = there[-1].start + there[-1].count if there else 0
                     parts, pages = hold(core, tree, node, upto)

@@ -271,7 +271,8 @@ class RowCopy:
 class Work:
     """One node's share of a forward pass: run `tokens` at positions start, start+1, ...
 
-    context: spans that tile positions [0, start) in order, rows already written.
+    context: spans that tile positions [0, start) in order, rows already written.  For a model with
+    a window (`ModelInfo`) they may begin later, at or before the first row that `tokens` see.
     write: where the new rows go (``write.start == start``, ``write.length == len(tokens)``), or
     None when the rows exist already and only the logits are wanted (the last token replayed).
     Attention among `tokens` is causal and uses the fresh rows.
@@ -328,6 +329,8 @@ class ModelInfo:
     """What the control plane must know about a model.
 
     kv_bytes_per_token: bytes of one KV row over all layers.  eos_ids: ids that end a generation.
+    extra: what else is worth knowing.  One entry means something to control: "window", the rows
+    that any layer sees at most, its own included, if every layer has a sliding window (0: not so).
     """
 
     name: str

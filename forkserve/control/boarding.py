@@ -13,6 +13,7 @@ from forkserve.control.flight import Entry, Flight
 from forkserve.control.sharing import share_prompts
 from forkserve.control.spine_care import care
 from forkserve.control.task import Task
+from forkserve.control.windows import readable, regain
 from forkserve.errors import BackendError, OutOfPages
 from forkserve.tree.node import Node
 from forkserve.tree.rows import Reservation, fence, missing, reserve, rollback, spans
@@ -40,6 +41,8 @@ class Boarding:
         core, now = self.core, self.core.clock.now_ms()
         core.expire(now)
         core.sweep()
+        while core.lost:
+            regain(core, core.lost.pop())
         for task in core.tasks.values():
             if task.held and task.wake_ms and (wake or task.wake_ms <= now):
                 task.held, task.wake_ms = task.parked, 0.0
@@ -77,6 +80,10 @@ class Boarding:
     def _board(self, flight: Flight, task: Task, tokens: int) -> None:
         """Add one task's next rows to the batch, or finish, park or drop the task."""
         core, tree, target = self.core, task.tree, task.target
+        if core.window:
+            if not self._within(flight, task):
+                return
+            tokens = self._room(task, tokens)
         parts = missing(target, task.end())
         handle = task.generation_handle
         held: Reservation | None = None
@@ -123,6 +130,32 @@ class Boarding:
         flight.batch.works.append(work)
         flight.owners.update([owner, *(below.node for below in more)])
         flight.entries.append(Entry(task, owner, end - begin, held, work, more=more))
+
+    def _within(self, flight: Flight, task: Task) -> bool:
+        """Have the rows that the task reads, or those it can begin with; False if it can't run now.
+
+        Speculation takes no rows from anybody: it ends where it would have to start over.
+        """
+        core, tree = self.core, task.tree
+        if readable(core, task):
+            return True
+        if task.kind is JobClass.SPEC:
+            core.count.refusals["window"] += 1
+            core.finish(task)
+            return False
+        if any(entry.task.tree is tree for entry in flight.entries):
+            core.lost.add(tree)  # this batch still reads its rows
+            return False
+        regain(core, tree)
+        return not task.done
+
+    def _room(self, task: Task, tokens: int) -> int:
+        """Rows of a path longer than the pool come bit by bit: old ones go between passes."""
+        pool = self.core.pool
+        if pool.pages_for(task.end()) <= pool.capacity:
+            return tokens
+        kept = pool.pages_for(self.core.window) + 2  # its ends are no whole pages
+        return min(tokens, max((pool.capacity - kept) * pool.page_size, 1))
 
     def _prolong(
         self,
@@ -193,7 +226,8 @@ class Boarding:
             return reserve(task.tree, owner, begin, count)
         except OutOfPages as error:
             shortage = error
-        least, capacity = core.pool.pages_for(task.end()), core.pool.capacity
+        rows = min(task.end(), core.window) if core.window else task.end()  # those that must stay
+        least, capacity = core.pool.pages_for(rows), core.pool.capacity
         if least > capacity:  # it can never fit: nobody is to lose rows for it
             core.finish(task, OutOfPages(least, capacity, capacity, _TOO_LONG))
             return None

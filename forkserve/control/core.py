@@ -39,6 +39,9 @@ class Core:
         self.backend = backend
         self.config = backend.config
         self.clock = backend.clock
+        # Rows that any layer of the model sees, if each has a window; 0: all of them.
+        self.window = int(backend.info.extra.get("window") or 0)
+        self.lost: set[ContextTree] = set()  # need rows that were given back
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.pool = PagePool(
@@ -367,6 +370,7 @@ class Core:
         tree.dead.clear()
         self.journal.closed(tree.session)
         self.drop_copies()
+        self.lost.discard(tree)
         del self.trees[tree.session], self.experience[tree.session]
         self.planner.ledger.release_session(tree.session)
         if not any(other.tenant == tree.tenant for other in self.trees.values()):

@@ -8,6 +8,7 @@ from forkserve.control.core import Core
 from forkserve.control.flight import Entry, Flight, Ran
 from forkserve.control.taking import take
 from forkserve.control.task import Task
+from forkserve.control.windows import slide
 from forkserve.errors import BackendError, ForkServeError
 from forkserve.tree.rows import missing, rollback, settle
 from forkserve.tree.spine import trim
@@ -36,6 +37,8 @@ class Landing:
                 self._land_one(entry, out, ran, now)
             except Exception as error:
                 core.finish(entry.task, _wrapped(error))
+        if core.window:
+            slide(core, dict.fromkeys(entry.task.tree for entry in flight.entries))
         core.scheduler.recovery.went_well()
         self._note_miss(flight, result.elapsed_ms, now)
         core.speculated += ran.speculative

@@ -120,6 +120,8 @@ def _share(core: Core, tree: ContextTree, node: Node) -> int:
     for child in parent.children.values():
         if child is node or not child.segments or child.alias_len != node.alias_len:
             continue
+        if child.floor > child.alias_len:
+            continue  # its first rows were given back
         rows = min(tree.match(child, node.tokens), child.kv_end - node.alias_len)
         if rows >= tree.pool.page_size and (best is None or rows > best[0]):
             best = (rows, -child.id, child)

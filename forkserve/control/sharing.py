@@ -27,7 +27,7 @@ def share_prompts(core: Core) -> None:
         if task.kind is JobClass.DECODE:
             continue  # one row is missing at most
         root = task.tree.root
-        if task.held or (root.length - 1) // size <= root.kv_end // size:
+        if task.held or root.floor or (root.length - 1) // size <= root.kv_end // size:
             continue  # not a whole page is left that could be shared
         _take(core, task)
         left = (root.length - 1) // size - root.kv_end // size

@@ -6,6 +6,7 @@ Two layers of integer arithmetic, so that every sum is exact whatever the batch 
     b_t = mix(a_t, sum of a_j for j <= t)       layer 2 row: depends on everything before
     logits_t = hash(id, sum of b_j for j <= t)
 
+With a window of w rows a sum runs over t - w < j <= t.
 A row that is missing, repeated, stale, from another sequence or at another position changes every
 later token.  Free slots hold random values, so reading one does as well.
 """
@@ -85,6 +86,7 @@ class MockBackend:
     force_preempt_every: tell the engine to pre-empt a running generation every n-th pass (tests).
     replies: texts or token lists that successive generations answer with, in order, each ended by
     end-of-text; afterwards the model speaks for itself.
+    window: rows that each layer sees, the row itself included; 0 sees all.
     clock: time; the default virtual clock advances by the cost model of each pass, in ms:
     ``step_ms + prefill_us / 1000 * new tokens``.
     """
@@ -100,9 +102,13 @@ class MockBackend:
         prefill_us: float = 12.0,
         replies: Sequence[str | Sequence[int]] = (),
         force_preempt_every: int = 0,
+        window: int = 0,
         on_batch: Callable[[Batch], None] | None = None,
     ) -> None:
+        if window < 0:
+            raise ConfigError(f"window={window} is out of range: rows that a layer sees, 0 for all")
         self.config = config or ForkServeConfig()
+        self.window = window
         self.tokenizer: Tokenizer = ByteTokenizer()
         self.clock: Clock = clock or VirtualClock()
         self.step_ms = step_ms
@@ -116,6 +122,7 @@ class MockBackend:
             kv_bytes_per_token=16,
             device="cpu",
             dtype="uint64",
+            extra={"window": window} if window else {},
         )
         self._replies = [self._ids(reply) for reply in replies]
         self._by_request: dict[int, list[int]] = {}
@@ -172,7 +179,7 @@ class MockBackend:
         return {
             "weights": "mock/v1",  # there are none: the arithmetic below is the model
             "architecture": "mock",
-            "config": {},
+            "config": {"window": self.window} if self.window else {},
             "layout": {"dtype": "uint64", "order": "token,pair", "shape": [2], "row_bytes": 16},
             "kv_dtype": "uint64",
             "kv_quantization": "none",
@@ -214,18 +221,24 @@ class MockBackend:
 
     def _run(self, work: Work, sums: dict[tuple[Hashable, int], U64]) -> tuple[U64, WorkResult]:
         """New rows [n, 2] and the result of one work."""
-        before = np.zeros(2, np.uint64)
-        for span in work.context:
-            key = (span.key, span.length)
-            if key not in sums:  # a trunk under many branches is summed once
-                sums[key] = self._read(span).sum(0, dtype=np.uint64)
-            before = before + sums[key]
         tokens = np.asarray(work.tokens, np.uint64)
         positions = np.arange(work.start, work.start + len(tokens), dtype=np.uint64)
         a = _mix(tokens * np.uint64(0xD6E8FEB86659FD93) + positions + np.uint64(1))
-        total_a = np.cumsum(a, dtype=np.uint64) + before[0]
-        b = _mix(a ^ total_a)
-        total_b = np.cumsum(b, dtype=np.uint64) + before[1]
+        if self.window:
+            seen = self._seen(work)
+            total_a = self._sliding(seen[:, 0], a)
+            b = _mix(a ^ total_a)
+            total_b = self._sliding(seen[:, 1], b)
+        else:
+            before = np.zeros(2, np.uint64)
+            for span in work.context:
+                key = (span.key, span.length)
+                if key not in sums:  # a trunk under many branches is summed once
+                    sums[key] = self._read(span).sum(0, dtype=np.uint64)
+                before = before + sums[key]
+            total_a = np.cumsum(a, dtype=np.uint64) + before[0]
+            b = _mix(a ^ total_a)
+            total_b = np.cumsum(b, dtype=np.uint64) + before[1]
         result = WorkResult()
         if work.all_logits:
             result.logits = np.stack([self._logits(t) for t in total_b])
@@ -243,6 +256,25 @@ class MockBackend:
             if not work.logits and not work.all_logits:
                 result.logits = None
         return np.stack([a, b], 1), result
+
+    def _seen(self, work: Work) -> U64:
+        """Rows [m, 2] before a work that its first token sees, m < window."""
+        low, parts = max(work.start - self.window + 1, 0), [np.empty((0, 2), np.uint64)]
+        for span in work.context:
+            skip = min(max(low - span.start, 0), span.length)
+            parts.append(self._read(span)[skip:])
+        rows = np.concatenate(parts)
+        if len(rows) != work.start - low:
+            raise BackendError(
+                f"node {work.node} reads rows [{low}, {work.start}), of which {len(rows)} are there"
+            )
+        return rows
+
+    def _sliding(self, before: U64, values: U64) -> U64:
+        """For each value the sum of the last `window` ones, itself included."""
+        total = np.cumsum(np.concatenate([np.zeros(1, np.uint64), before, values]), dtype=np.uint64)
+        end = np.arange(len(before) + 1, len(total))
+        return total[end] - total[np.maximum(end - self.window, 0)]
 
     def _logits(self, total: np.uint64) -> npt.NDArray[np.float32]:
         """A row of logits in [0, 8), a hash of (id, total)."""

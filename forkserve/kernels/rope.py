@@ -11,13 +11,15 @@ __all__ = ["apply_rope", "norm_rope", "rope_table"]
 
 
 def rope_table(
-    inv_freq: torch.Tensor, length: int, magnitude: float = 1.0
+    inv_freq: torch.Tensor, begin: int, end: int, magnitude: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and signed sin [length, 1, 2 * len(inv_freq)], float32, times `magnitude`.
+    """cos and signed sin of positions [begin, end), each [end - begin, 1, 2 * len(inv_freq)].
+
+    float32, times `magnitude`.
 
     The sign of the first half is folded into sin, so that rotating needs one swap of halves.
     """
-    angle = torch.outer(torch.arange(length, dtype=torch.float32), inv_freq)
+    angle = torch.outer(torch.arange(begin, end, dtype=torch.float32), inv_freq)
     cos, sin = angle.cos() * magnitude, angle.sin() * magnitude
     return torch.cat([cos, cos], 1)[:, None], torch.cat([-sin, sin], 1)[:, None]
 

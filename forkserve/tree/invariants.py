@@ -92,7 +92,7 @@ def check_rows(tree: ContextTree) -> None:
 def check_residency(tree: ContextTree) -> None:
     """No hole above a row: a live node with rows, or a fresh fork, keeps its ancestors' rows."""
     for node in tree:
-        if node.segments and node.parent is not None:
+        if node.segments and node.parent is not None and node.kv_begin > node.floor:
             holes = [p for p in missing(node.parent, node.kv_begin) if p[2] > p[1]]
             assert not holes, f"node {node.id} has rows above a hole: {_show(holes)}"
         if node.evicted:

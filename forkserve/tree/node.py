@@ -63,6 +63,7 @@ class Node:
     line: which committed line a Commit or Idle node belongs to (MAIN_LINE, or an attempt's).
     evicted: its KV was dropped; it comes back by prefill.  published: full pages, counted from
     position 0, that the prefix index knows, with `digest` at their end.
+    floor: rows of the path below it were given back on purpose (`forkserve.tree.window`).
     """
 
     id: int
@@ -80,6 +81,7 @@ class Node:
     evicted: bool = False
     published: int = 0
     digest: bytes = b""
+    floor: int = 0
     tail_choice: tuple[int, int, bool] | None = None  # (alias_len, children, freeze): last choice
     speculated: int = 0  # rows computed here while the node was speculative
     used_ms: float = 0.0

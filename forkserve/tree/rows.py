@@ -60,16 +60,20 @@ def missing(node: Node, upto: int) -> list[tuple[Node, int, int]]:
 
     Each entry (owner, begin, end) is to run in order.  A sole committed child takes over a pending
     last row of its parent instead of making the parent run a pass of its own for it.
+    Rows that fell out of every window and were given back count as there; a work that would read
+    one of them does not run (`forkserve.tree.window.in_reach`).
     """
     parts: list[tuple[Node, int, int]] = []
     need, current = upto, node
     while True:
+        if need <= current.floor:
+            return parts[::-1]
         if current.segments:
             if current.kv_end < need:
                 parts.append((current, current.kv_end, need))
             need = min(need, current.kv_begin)
         elif need > current.alias_len:
-            begin = _inherited(current)
+            begin = max(_inherited(current), current.floor)
             parts.append((current, begin, need))
             need = begin
         if current.parent is None or need == 0:
@@ -97,11 +101,14 @@ def fence(node: Node, begin: int) -> int | None:
 
 
 def spans(tree: ContextTree, node: Node, upto: int) -> tuple[Span, ...]:
-    """The rows of positions [0, upto) on the path, in order.  They must exist (see `missing`)."""
+    """The rows of positions [0, upto) on the path, in order.  They must exist (see `missing`).
+
+    They begin above 0 where rows were given back, and are none if those were all.
+    """
     begin = min(node.kv_begin, upto)
     cached = node.spans_cache
     if cached is None or cached[0] != tree.epoch or cached[1] != begin:
-        above = _walk(node.parent, begin)
+        above = _walk(node.parent, begin) if begin > node.floor else []
         node.spans_cache = cached = (tree.epoch, begin, _coalesce(above, tree.pool.page_size))
     own: list[Span] = []
     _take(node, upto, own)
@@ -123,7 +130,11 @@ def _take(node: Node, need: int, found: list[Span]) -> int:
 def _walk(node: Node | None, need: int) -> list[Span]:
     found: list[Span] = []
     while node is not None and need > 0:
+        if need <= node.floor:
+            return found[::-1]
         need = _take(node, need, found)
+        if need <= node.floor:
+            return found[::-1]
         node = node.parent
     assert need == 0, f"rows [0, {need}) are missing"
     return found[::-1]
@@ -217,7 +228,7 @@ def release(tree: ContextTree, node: Node) -> int:
     for segment in node.segments:
         freed += tree.pool.decref(segment.pages)
     node.segments = []
-    node.published, node.digest = 0, b""
+    node.published, node.digest, node.floor = 0, b"", 0
     tree.epoch += 1
     return freed
 
@@ -245,6 +256,8 @@ def cut(tree: ContextTree, node: Node, position: int) -> int:
             pool.valid[page] = position - segment.start - (keep - 1) * pool.page_size
         else:
             segment.sealed = True  # on another table as well: whoever goes on copies its rows
+    if position < node.floor:
+        node.floor = 0  # nothing is left of the rows that stood above it
     tree.epoch += 1
     return freed
 
@@ -274,6 +287,8 @@ def _grow(tree: ContextTree, node: Node, segment: Segment, begin: int, count: in
 def resident(node: Node) -> None:
     """The node is about to have rows: it and what is above it count as present again."""
     node.evicted = False
+    if node.kv_begin < node.floor:
+        node.floor = 0  # computed afresh, from where its tokens begin
     for above in node.ancestors():
         if not above.evicted:
             break

@@ -30,8 +30,8 @@ def take_prefix(tree: ContextTree, index: PrefixIndex) -> int:
     """
     root, size = tree.root, tree.pool.page_size
     have = root.published
-    if have != root.kv_end // size:
-        return 0  # pages that the index does not know stand in between
+    if root.floor or have != root.kv_end // size:
+        return 0  # given back, or pages that the index does not know stand in between
     pages, digest = index.lookup(tree.salt, root.tokens, have, root.digest)
     if not pages:
         return 0
@@ -50,7 +50,8 @@ def take_prefix(tree: ContextTree, index: PrefixIndex) -> int:
 def publish(tree: ContextTree, index: PrefixIndex, node: Node) -> int:
     """Enter the full aligned pages of a committed path into the index; returns how many are new.
 
-    Stops at the first page that is not aligned from position 0 (`realign` mends that later).  A
+    Stops at the first page that is not aligned from position 0 (`realign` mends that later), or
+    that comes after pages which were given back before they could be entered.  A
     page whose content the index holds already is folded into the older frame.
     """
     size = tree.pool.page_size
@@ -63,7 +64,7 @@ def publish(tree: ContextTree, index: PrefixIndex, node: Node) -> int:
         stop = (span.start + span.length) // size
         if stop <= done:
             continue
-        if span.start % size:
+        if span.start % size or span.start > done * size:
             break
         for number in range(done, stop):
             ids = tree.tokens(node, number * size, (number + 1) * size)
@@ -139,10 +140,10 @@ def realignable(tree: ContextTree, tip: Node) -> tuple[list[Node], int] | None:
 
     A chain can be rewritten where it has no branch: every row from the first misaligned segment
     on is seen by the tip alone.  Only a path without a hole is worth it; rows pending at its end,
-    as after every generation, are none.
+    as after every generation, are none.  One that gave rows back will not be published any more.
     """
     size = tree.pool.page_size
-    if tip.children or not tip.segments or missing(tip, tip.kv_end):
+    if tree.root.floor or tip.children or not tip.segments or missing(tip, tip.kv_end):
         return None
     chain: list[Node] = []
     crooked: int | None = None

@@ -72,7 +72,9 @@ class Bench(RuleBasedStateMachine):
             "branch_cap": 20,
             **self.fixed,
         }
-        self.eng: Engine = engine({"force_preempt_every": preempt}, **config)
+        self.window = config.pop("window", 0)
+        backend = {"force_preempt_every": preempt, "window": self.window}
+        self.eng: Engine = engine(backend, **config)
         self.capacity, self.own, self.page = capacity, own, self.eng.config.page_size
         self.models: dict[str, TreeModel] = {}
         self.bases: dict[str, int] = {}
@@ -138,7 +140,7 @@ class Bench(RuleBasedStateMachine):
             handle, model = run.handle, self.models.get(run.handle.session)
             fresh = handle.tokens[run.seen :]
             run.seen += len(fresh)
-            expected = cold(run.prompt, run.limit, handle.params)
+            expected = cold(run.prompt, run.limit, handle.params, self.window)
             assert handle.tokens == expected[: len(handle.tokens)]
             if model is not None and handle.node in model.nodes:
                 model.append(handle.node, fresh)
@@ -214,7 +216,7 @@ class Bench(RuleBasedStateMachine):
             self.sync()
             self.assert_excused(model, node, count)
         else:
-            assert got == cold(prompt, count, params)
+            assert got == cold(prompt, count, params, self.window)
             self.sync()
 
     def assert_excused(self, model: TreeModel, node: int, count: int) -> None:
@@ -277,7 +279,7 @@ class Bench(RuleBasedStateMachine):
         for i, (name, node) in enumerate(targets):
             model = self.models[name]
             now = self.eng.tokens(name, node)[len(prompts[i]) :]
-            expected = cold(prompts[i], count, params)
+            expected = cold(prompts[i], count, params, self.window)
             assert now == expected[: len(now)]
             assert got is None or got[i] == expected == now
             model.append(node, now)

@@ -97,3 +97,60 @@ def test_fork_commit_evict_restore(
     eng.check()
     eng.shutdown()
     store.close()
+
+
+def long_run(backend: LocalBackend) -> tuple[Engine, list[int], int]:
+    """A session of 420 positions, its last tokens, and the most pages it held meanwhile."""
+    eng = Engine(backend)
+    eng.open(ids(120, 4), session="a")
+    running, most = eng.start("a", 300, params=GO_ON), 0
+    while not running.done:
+        eng._loop.tick(wake=True)
+        if running.tokens:
+            most = max(most, eng.stats().live_pages)
+    return eng, list(running.tokens), most
+
+
+def test_pages_out_of_every_window_go(checkpoint: Checkpoints, kernels: str) -> None:
+    """Mistral, whose layers all have a window: a long text needs the pages of its end alone."""
+    model, folder = checkpoint("mistral", sliding_window=20)
+    witness = Witness(model)
+    config = tiny_config(capacity_pages=32, prefill_chunk=32, prefix_index=False)
+    backend = LocalBackend(config, folder, kernels=kernels)
+    assert backend.info.extra["window"] == 20
+    eng, tokens, most = long_run(backend)
+    witness.chose(ids(120, 4), tokens)
+    assert most <= 4  # of 27 that its rows would fill
+    eng.check()
+
+    # A place that fell out of the window: its rows come back from the beginning.
+    text = eng.tokens("a")
+    earlier = eng.fork("a", 1, "earlier", [7, 8], at=200)
+    eng.attempt("a", earlier)
+    witness.chose([*text[:200], 7, 8], list(eng.generate("a", 5, node=earlier, params=GO_ON)))
+    witness.chose(text, list(eng.generate("a", 5, params=GO_ON)))
+    eng.abort("a", earlier)
+    eng.commit("a", 1, [9, 10], at=300)
+    assert eng.tokens("a") == [*text[:300], 9, 10]
+    witness.chose([*text[:300], 9, 10], list(eng.generate("a", 20, params=GO_ON)))
+    assert eng.stats().live_pages <= 4
+    eng.check()
+    eng.shutdown()
+
+    keeps = LocalBackend(config, folder, kernels=kernels)
+    keeps.info.extra["window"] = 0  # the engine is not told, and keeps every row
+    eng, same, most = long_run(keeps)
+    assert most == 27
+    if backend.info.extra["exact"]:
+        assert same == tokens
+    eng.shutdown()
+
+
+@pytest.mark.parametrize(("family", "changes"), MODELS[1:])
+def test_pages_stay_where_a_layer_sees_all(
+    checkpoint: Checkpoints, kernels: str, family: str, changes: dict[str, Any]
+) -> None:
+    _, folder = checkpoint(family, **changes)
+    backend = LocalBackend(tiny_config(capacity_pages=32), folder, kernels=kernels)
+    assert backend.info.extra["window"] == 0
+    backend.close()

@@ -300,12 +300,22 @@ def test_prefill_is_cut_in_tiles_not_in_splits() -> None:
 # --- what is refused --------------------------------------------------------------------------
 
 
-def refused(work: Work, match: str) -> None:
+def refused(work: Work, match: str, window: int = 0) -> None:
     layout = Layout(16)
     layout.place(fan(1, 40, Shape()))
     plan = layout.plan()
     with pytest.raises(BackendError, match=match):
-        plan.build(gather([work], 16))
+        plan.build(gather([work], 16, window))
+
+
+def test_rows_within_the_window_must_be_there() -> None:
+    """What lies before every window may be absent, one row more may not."""
+    late = Work("s", 0, [0], 40, (Span(0, [1, 2], 16, 24),), None)
+    refused(late, "context of work 0 does not tile")
+    refused(late, "context of work 0 does not tile", window=26)
+    layout = Layout(16)
+    layout.place(fan(1, 40, Shape()))
+    layout.plan().build(gather([late], 16, window=25))
 
 
 def test_nonsense_is_refused() -> None:

@@ -105,6 +105,7 @@ class LocalBackend:
                 "why_torch": why_torch,
                 "exact": runner.exact,
                 "kv": kv,
+                "window": spec.window,
             },
         )
         with _enough_memory(source.name, context):

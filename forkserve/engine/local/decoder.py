@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from forkserve.engine.local.checkpoint import Checkpoint
 from forkserve.engine.local.linear import Linear
+from forkserve.engine.local.rotary import Turns
 from forkserve.engine.local.spec import FAMILIES
 from forkserve.kernels.plan import Plan
 from forkserve.kernels.rope import apply_rope, rope_table
@@ -62,8 +63,13 @@ class Decoder:
         factors = None
         if source.has("rope_factors"):
             factors = _load(source, "rope_factors", (spec.head_dim // 2,))
+        shape = (max_context, 1, spec.head_dim)
         self.ropes = [  # of each of the spec's tables: cos and sin [max_context, 1, D]
-            rope_table(rope.inv_freq(spec.head_dim, factors), max_context, rope.magnitude)
+            Turns(
+                torch.empty(shape),
+                torch.empty(shape),
+                partial(_rope_rows, rope.inv_freq(spec.head_dim, factors), rope.magnitude),
+            )
             for rope in spec.ropes
         ]
 
@@ -73,7 +79,9 @@ class Decoder:
         """ids [n], positions [n] -> hidden [n, E] before the last norm; writes kv."""
         spec = self.spec
         heads, kv_heads = spec.heads, spec.kv_heads
-        turns = [(cos[positions], sin[positions]) for cos, sin in self.ropes]
+        for rope in self.ropes:
+            rope.reach(int(positions.max()) + 1)
+        turns = [(rope.cos[positions], rope.sin[positions]) for rope in self.ropes]
         x = self.embed[ids].float()
         if spec.embed_scale != 1.0:
             x *= spec.embed_scale
@@ -118,6 +126,12 @@ class Decoder:
             gate_up = layer.gate_up(h)
             act = _ACTS[spec.act](gate_up[:, : spec.ffn]).mul_(gate_up[:, spec.ffn :])
             part += self._normed(layer.down(act), layer.post_ffn_norm)
+
+
+def _rope_rows(
+    inv_freq: torch.Tensor, magnitude: float, begin: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return rope_table(inv_freq, begin, end, magnitude)
 
 
 def _load(

@@ -10,7 +10,7 @@ import torch
 
 from forkserve.engine.local.checkpoint import Checkpoint
 from forkserve.engine.local.kv import PagedKV, runs_of
-from forkserve.engine.local.rotary import Rope
+from forkserve.engine.local.rotary import Rope, Turns
 from forkserve.engine.local.runner import Floats, Ints, Setup
 from forkserve.engine.local.spec import FAMILIES
 from forkserve.errors import BackendError
@@ -37,7 +37,9 @@ class NativeRunner:
         spec = source.spec
         self._library = library.load()
         self.isa = self._library.isa
-        self._forward: Forward | None = _Loader(source, setup, self._library).forward()
+        loader = _Loader(source, setup, self._library)
+        self._turns = [loader.rope(table) for table in spec.ropes]
+        self._forward: Forward | None = loader.forward(self._turns)
         self.kv = NativeKV(
             self._library,
             layers=spec.layers,
@@ -63,6 +65,7 @@ class NativeRunner:
             for window in set(spec.windows)
         }
         self._plans = [plans[window] for window in spec.windows]
+        self._window = spec.window
         self._buffer = np.empty((0, spec.vocab), np.float32)
 
     def run(
@@ -71,7 +74,10 @@ class NativeRunner:
         """See `Runner`."""
         if self._forward is None:
             raise BackendError("this backend is closed")
-        tables = attention.gather(works, self.kv.page_size)
+        end = max(work.start + len(work.tokens) for work in works)
+        for turns in self._turns:
+            turns.reach(end)
+        tables = attention.gather(works, self.kv.page_size, self._window)
         for plan in dict.fromkeys(self._plans):
             plan.build(tables)
         rows = np.array(wanted, np.int32)
@@ -145,7 +151,7 @@ class _Loader:
         self.setup = setup
         self.library = native
 
-    def forward(self) -> Forward:
+    def forward(self, turns: Sequence[Turns]) -> Forward:
         spec, setup = self.source.spec, self.setup
         shape = Shape(
             hidden=spec.hidden,
@@ -161,19 +167,18 @@ class _Loader:
             attn_softcap=spec.attn_softcap,
             final_softcap=spec.final_softcap,
         )
-        turns = [self.rope(table) for table in spec.ropes]
         tied = not self.source.has("head")
         return Forward(
             self.library,
             shape,
-            [self.layer(i, *turns[spec.rope_of[i]]) for i in range(spec.layers)],
+            [self.layer(i, turns[spec.rope_of[i]]) for i in range(spec.layers)],
             final_norm=self.tensor("final_norm", spec.hidden),
             head=self.pack(self.tensor("embed" if tied else "head", spec.vocab, spec.hidden)),
             embed=None if tied else self.embed(),
             threads=setup.threads,
         )
 
-    def rope(self, table: Rope) -> tuple[Floats, Floats]:
+    def rope(self, table: Rope) -> Turns:
         """cos, sin [context, D/2] of float32 angles, the same on every machine.
 
         Vector units differ in the last bit of a float32 cosine; rounded from float64 it is one.
@@ -181,10 +186,16 @@ class _Loader:
         dim, factors = self.source.spec.head_dim, None
         if self.source.has("rope_factors"):
             factors = torch.from_numpy(self.tensor("rope_factors", dim // 2))
-        positions = np.arange(self.setup.context, dtype=np.float32)
-        angle = np.outer(positions, table.inv_freq(dim, factors).numpy()).astype(np.float64)
-        cos, sin = np.cos(angle) * table.magnitude, np.sin(angle) * table.magnitude
-        return cos.astype(np.float32), sin.astype(np.float32)
+        freq, magnitude = table.inv_freq(dim, factors).numpy(), table.magnitude
+
+        def rows(begin: int, end: int) -> tuple[Floats, Floats]:
+            positions = np.arange(begin, end, dtype=np.float32)
+            angle = np.outer(positions, freq).astype(np.float64)
+            cos, sin = np.cos(angle) * magnitude, np.sin(angle) * magnitude
+            return cos.astype(np.float32), sin.astype(np.float32)
+
+        shape = (self.setup.context, dim // 2)
+        return Turns(np.empty(shape, np.float32), np.empty(shape, np.float32), rows)
 
     def tensor(self, name: str, *shape: int) -> Floats:
         out = np.empty(shape, np.float32)
@@ -216,7 +227,7 @@ class _Loader:
             low += size
         return self.pack(weight, shift)
 
-    def layer(self, i: int, cos: Floats, sin: Floats) -> LayerWeights:
+    def layer(self, i: int, turns: Turns) -> LayerWeights:
         spec, family = self.source.spec, FAMILIES[self.source.spec.family]
         q, k = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         e, f = spec.hidden, spec.ffn
@@ -228,8 +239,8 @@ class _Loader:
             gate=self.linear(i, {"gate": f}, e, None),
             up=self.linear(i, {"up": f}, e, None),
             down=self.linear(i, {"down": e}, f, None),
-            cos=cos,
-            sin=sin,
+            cos=turns.cos,
+            sin=turns.sin,
             q_norm=self.tensor(f"{i}.q_norm", spec.head_dim) if family.qk_norm else None,
             k_norm=self.tensor(f"{i}.k_norm", spec.head_dim) if family.qk_norm else None,
             post_attn_norm=self.tensor(f"{i}.post_attn_norm", e) if spec.post_norms else None,

@@ -15,7 +15,9 @@ import torch
 
 from forkserve.errors import ModelError
 
-__all__ = ["Rope", "checked_rope"]
+__all__ = ["Rope", "Turns", "checked_rope"]
+
+BLOCK = 1024  # positions of a table that are computed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,28 @@ class Rope:
         if top and bottom:
             return _temperature(factor, float(top)) / _temperature(factor, float(bottom))
         return _temperature(factor, 1.0)
+
+
+class Turns:
+    """cos and sin of positions, [context, ...] each, computed when they are first reached.
+
+    The memory is reserved for the whole context and stays where it is, but the system lends only
+    what has been written: a table of 131,072 positions costs what the longest sequence needs.
+    """
+
+    def __init__(self, cos: Any, sin: Any, rows: Callable[[int, int], tuple[Any, Any]]) -> None:
+        """cos, sin: arrays or tensors, not filled yet.  rows: theirs of positions [begin, end)."""
+        self.cos = cos
+        self.sin = sin
+        self.filled = 0
+        self._rows = rows
+
+    def reach(self, end: int) -> None:
+        """Have the rows of positions [0, end).  Whole blocks: no bit depends on when they came."""
+        while self.filled < min(end, len(self.cos)):
+            begin, stop = self.filled, min(self.filled + BLOCK, len(self.cos))
+            self.cos[begin:stop], self.sin[begin:stop] = self._rows(begin, stop)
+            self.filled = stop
 
 
 def checked_rope(theta: float, given: Mapping[str, Any], where: str) -> Rope:

@@ -71,3 +71,8 @@ class ModelSpec:
     embed_scale: float = 1.0
     act: str = "silu"
     post_norms: bool = False
+
+    @property
+    def window(self) -> int:
+        """Positions that any layer sees at most, if every layer has a window; else 0."""
+        return max(self.windows) if all(self.windows) else 0

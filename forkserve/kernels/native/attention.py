@@ -20,6 +20,7 @@ __all__ = ["AttentionPlan", "Pool", "Tables", "copy_rows", "gather", "read_rows"
 
 Ints = npt.NDArray[np.int32]
 _POINTER = ctypes.c_void_p
+_GONE = "gone"  # key of slots that stand for rows out of every window
 _ERRORS = {
     1: "this shape of attention has no native kernel (index {0})",
     2: "page table entry {0} names a page outside the pool",
@@ -73,9 +74,19 @@ class Tables:
     arrays: list[Ints]
 
 
-def gather(works: Sequence[Work], page_size: int) -> Tables:
-    """The tables that `AttentionPlan.build` takes.  Spans with equal keys become one run."""
+def gather(works: Sequence[Work], page_size: int, window: int = 0) -> Tables:
+    """The tables that `AttentionPlan.build` takes.  Spans with equal keys become one run.
+
+    window: the longest of the layers' windows if each has one, else 0.  A context may begin above
+    position 0 then, at the first row that is in it: the kernels count positions from 0, so a run of
+    slots that nothing reads stands for those before.
+    """
     context = [[span for span in work.context if span.length] for work in works]
+    if window:
+        for work, spans in zip(works, context, strict=True):
+            low = spans[0].start if spans else work.start
+            if 0 < low <= max(work.start - window + 1, 0):
+                spans.insert(0, Span((_GONE, low), [0] * -(-low // page_size), 0, low))
     longest: dict[Hashable, Span] = {}
     for spans in context:
         for span in spans:
