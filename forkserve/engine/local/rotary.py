@@ -63,8 +63,8 @@ class Turns:
 
     def __init__(self, cos: Any, sin: Any, rows: Callable[[int, int], tuple[Any, Any]]) -> None:
         """cos, sin: arrays or tensors, not filled yet.  rows: theirs of positions [begin, end)."""
-        self.cos = cos
-        self.sin = sin
+        self.cos: Any = cos
+        self.sin: Any = sin
         self.filled = 0
         self._rows = rows
 

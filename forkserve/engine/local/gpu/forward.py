@@ -86,7 +86,9 @@ class DeviceDecoder:
         head = Linear(self._embed) if tied else decoder.head
         self._head = _Product.of(head, device)
         self._final_norm = decoder.final_norm.to(device)
-        self._ropes = [(cos.to(device), sin.to(device)) for cos, sin in decoder.ropes]
+        for rope in decoder.ropes:
+            rope.reach(len(rope.cos))  # recorded graphs read tables at fixed addresses
+        self._ropes = [(rope.cos.to(device), rope.sin.to(device)) for rope in decoder.ropes]
         self._layers = [_DeviceLayer.of(layer, device) for layer in decoder.layers]
 
     def forward(
