@@ -22,6 +22,7 @@ from forkserve.errors import StoreError
 from forkserve.store import owner, schema
 from forkserve.store.chunks import LOSSY, Header
 from forkserve.store.identity import Fingerprint, Link
+from forkserve.store.statements import add_count, add_event, file_identity, require_equal
 
 __all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Found", "Role", "doomed"]
 
@@ -94,7 +95,7 @@ class Catalog:
         self.behind: tuple[str, int] | None = None
         self._lock = threading.RLock()
         self._db = schema.connect(folder, read_only=role == "reader", full_sync=full_sync)
-        self._file = _identity(folder / schema.FILE)
+        self._file = file_identity(folder / schema.FILE)
         self._pid = os.getpid()
         self._prints: dict[bytes, int] = {}
         if role == "owner":
@@ -147,7 +148,7 @@ class Catalog:
             raise StoreError("this store was opened for reading only")
         self._require_mine()
         with self._lock:
-            if _identity(self.folder / schema.FILE) != self._file:
+            if file_identity(self.folder / schema.FILE) != self._file:
                 raise CatalogFault(
                     f"{self.folder / schema.FILE} was removed or replaced while it was open; "
                     "open the store again"
@@ -201,7 +202,7 @@ class Catalog:
             return known
         row = db.execute(_FINGERPRINT, (made.digest.hex(),)).fetchone()
         if row is not None:
-            _require_equal(made, row[1])
+            require_equal(made, row[1])
         else:
             row = db.execute(
                 "INSERT INTO fingerprint (digest, fields, created_at) VALUES (?, ?, ?)"
@@ -220,7 +221,7 @@ class Catalog:
             rows = self.read(_FINGERPRINT, (made.digest.hex(),))
             if not rows:
                 return None
-            _require_equal(made, rows[0][1])
+            require_equal(made, rows[0][1])
             known = self._prints[made.digest] = int(rows[0][0])
         return known
 
@@ -285,7 +286,7 @@ class Catalog:
                 ).fetchone()
                 if kept != header.content:
                     lost.append(header.content)
-                    _event(db, now, "divergence", {"kept": kept, "refused": header.content})
+                    add_event(db, now, "divergence", {"kept": kept, "refused": header.content})
                     continue
                 db.execute(
                     "INSERT OR IGNORE INTO replica (content, place, used, created_at)"
@@ -308,7 +309,7 @@ class Catalog:
             if db.execute(there, (content, place)).fetchone():
                 continue
             if waiting >= most:
-                _count(db, "behind_dropped", 1)
+                add_count(db, "behind_dropped", 1)
                 continue
             waiting += db.execute(
                 "INSERT OR IGNORE INTO outbox (content, place, due_at, created_at)"
@@ -386,7 +387,7 @@ class Catalog:
     def event(self, kind: str, **detail: Any) -> None:
         """Write down that something happened; a database that can't be written is no error here."""
         with suppress(StoreError), self.write() as db:
-            _event(db, self.now(), kind, detail)
+            add_event(db, self.now(), kind, detail)
 
     def events(self, kind: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
         """The latest events, newest first."""
@@ -400,7 +401,7 @@ class Catalog:
     def count(self, name: str, by: float = 1) -> None:
         """Add to a total that outlives the process; a catalog that can't be written loses it."""
         with suppress(StoreError), self.write() as db:
-            _count(db, name, by)
+            add_count(db, name, by)
 
     def counters(self) -> dict[str, float]:
         """Totals since the store was made."""
@@ -429,36 +430,3 @@ class Catalog:
         """`StatCache`: note it; a cache that cannot be written is no reason to stop."""
         with suppress(StoreError), self.write() as db:
             db.execute("INSERT OR REPLACE INTO weights VALUES (?, ?, ?, ?, ?)", (*key, hexdigest))
-
-
-def _require_equal(made: Fingerprint, fields: str) -> None:
-    """The first who registers a digest says what it means; who means another writes nothing."""
-    if fields != made.text:
-        raise StoreError(
-            f"fingerprint {made.digest.hex()[:16]} stands for other fields in this store: "
-            "nothing is shared under it"
-        )
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode of a file; None if it is gone."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def _event(db: sqlite3.Connection, at: float, kind: str, detail: Mapping[str, Any]) -> None:
-    db.execute(
-        "INSERT INTO event (kind, detail, at) VALUES (?, ?, ?)", (kind, json.dumps(detail), at)
-    )
-    db.execute("DELETE FROM event WHERE id <= (SELECT max(id) FROM event) - 10000")
-
-
-def _count(db: sqlite3.Connection, name: str, by: float) -> None:
-    db.execute(
-        "INSERT INTO counter VALUES (?, ?)"
-        " ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
-        (name, by),
-    )

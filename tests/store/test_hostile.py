@@ -121,7 +121,7 @@ def test_a_branch_name_that_no_file_can_hold_costs_nobody_his_session(tmp_path: 
     eng.shutdown()
 
 
-@pytest.mark.parametrize("name", ["é✓ 漢字", "../../etc/passwd", "x" * 512, "' OR 1=1 --", "%s{}"])
+@pytest.mark.parametrize("name", ["é✓ 漢字", "../../up", "x" * 512, "' OR 1=1 --", "%s{}"])
 def test_odd_names_are_only_names(tmp_path: Path, name: str) -> None:
     eng = engine(tmp_path / "s")
     eng.open(PROMPT, session=name, tenant=name)
