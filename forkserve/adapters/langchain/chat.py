@@ -346,8 +346,8 @@ class ChatForkServe(BaseChatModel):
             value = kwargs.get(name, getattr(self, name))
             if value is not None:
                 values[name] = value
-        words = stop if stop is not None else self.stop or ()
-        words = (words,) if isinstance(words, str) else tuple(words)  # letters would all stop it
+        given = stop if stop is not None else self.stop or ()
+        words = (given,) if isinstance(given, str) else tuple(given)  # letters would all stop it
         constraint = constraint_for(engine, tools, choice, kwargs.get("response_format"))
         return SamplingParams(stop=words, constraint=constraint, **values)
 
