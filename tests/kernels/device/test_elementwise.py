@@ -31,7 +31,7 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
 def test_rope(dtype: torch.dtype, dim: int, normed: bool) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(5, 7, dim).to(dtype)
-    cos, sin = rope_table(1 / 10000 ** (torch.arange(0, dim, 2) / dim), 64, magnitude=1.3)
+    cos, sin = rope_table(1 / 10000 ** (torch.arange(0, dim, 2) / dim), 0, 64, 1.3)
     at = torch.tensor([3, 0, 63, 7, 8])
     weight = torch.rand(dim) + 0.5 if normed else None
     x = qkv[:, :3].double()

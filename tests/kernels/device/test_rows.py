@@ -55,7 +55,7 @@ def write(format: str, weight: torch.Tensor | None, guard: Guard | None = None) 
     """Five rows of two heads of 24 into a pool of 40; free slots hold 7."""
     torch.manual_seed(1)
     heads, dim = 2, 24
-    cos, sin = rope_table(1 / 10000 ** (torch.arange(0, dim, 2) / dim), 64)
+    cos, sin = rope_table(1 / 10000 ** (torch.arange(0, dim, 2) / dim), 0, 64)
     qkv = torch.randn(5, 4 + 2 * heads, dim, dtype=torch.bfloat16)
     qkv[1, 6] = 0.0  # a head that is all zero has no scale to divide by
     rows = torch.full((2 * heads, 40, dim), 7.0).to(STORED[format])
