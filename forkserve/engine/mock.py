@@ -33,6 +33,7 @@ U64 = npt.NDArray[np.uint64]
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>", "<|eos|>")
 EOS = 259
+_ASKED = 4096  # requests that are remembered
 
 
 class ByteTokenizer:
@@ -126,6 +127,7 @@ class MockBackend:
         )
         self._replies = [self._ids(reply) for reply in replies]
         self._by_request: dict[int, list[int]] = {}
+        self._asked: dict[int, None] = {}  # requests that have drawn, the latest ones
         self._on_batch = on_batch
         self._fail_next: Exception | None = None
         shape = (self.config.capacity_pages, self.config.page_size, 2)
@@ -306,8 +308,12 @@ class MockBackend:
                 )
 
     def _scripted(self, spec: SampleSpec) -> int | None:
-        if spec.step == 0 and self._replies and spec.request not in self._by_request:
-            self._by_request[spec.request] = self._replies.pop(0)
+        if spec.request not in self._asked:  # its first draw; forced tokens may stand before it
+            self._asked[spec.request] = None
+            if len(self._asked) > _ASKED:
+                del self._asked[next(iter(self._asked))]
+            if self._replies and spec.request not in self._by_request:
+                self._by_request[spec.request] = self._replies.pop(0)
         reply = self._by_request.get(spec.request)
         if reply is None:
             return None

@@ -58,7 +58,7 @@ def trial(folder: Path, *tests: str) -> subprocess.CompletedProcess[str]:
 @no_gpu
 def test_without_a_gpu_nothing_runs() -> None:
     done = subprocess.run(
-        ["make", "gpu", f"PYTHON={sys.executable}"],
+        ["make", "--no-print-directory", "gpu", f"PYTHON={sys.executable}"],
         check=False,
         cwd=ROOT,
         capture_output=True,
