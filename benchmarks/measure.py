@@ -9,11 +9,13 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import psutil
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -138,15 +140,24 @@ class Span:
     others: float | None = None
 
     def __enter__(self) -> Span:
-        self._begin, self._own, self._busy = time.perf_counter(), time.process_time(), _busy_s()
+        self._begin, self._own, self._busy = time.perf_counter(), _own_s(), _busy_s()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.wall = time.perf_counter() - self._begin
-        own = time.process_time() - self._own
+        own = _own_s() - self._own
         total = max(_busy_s() - self._busy - own, 0.0)
         if self.wall > 0.25:
             self.others = round(min(1.0, total / (self.wall * (os.cpu_count() or 1))), 3)
+
+
+def _own_s() -> float:
+    """CPU seconds of this process and of the peers that it runs as children."""
+    total = time.process_time()
+    for peer in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            total += sum(peer.cpu_times()[:2])
+    return total
 
 
 def _busy_s() -> float:
