@@ -79,7 +79,8 @@ class NodeBranch(Branch):
         The ``fs.send(..., text=text)`` that leaves from here takes it over.  It is droppable: the
         engine may refuse it, and only the time is lost.
         """
-        self._registry.hint(self._run, self._fork.live, self._last().id, text, t_idle_ms)
+        # Where `ref` says it is: a trunk node that adds nothing leaves no node of its own.
+        self._registry.hint(self._run, self._fork.live, self.ref["node"], text, t_idle_ms)
 
     def _start(self, max_tokens: int, params: SamplingParams) -> Generation:
         # Lines are numbered in the order in which threads arrive; the seed must not depend on it.

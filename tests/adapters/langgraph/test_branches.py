@@ -84,12 +84,14 @@ def test_branches_that_commit_at_the_same_time_take_turns(make: Any, is_async: b
     spine_only(fs, result["fork_tip"])
 
 
-def test_a_hinted_branch_is_taken_over_with_its_rows(fs: ForkServe) -> None:
+@pytest.mark.parametrize("adds", [True, False], ids=["adds", "adds nothing"])
+def test_a_hinted_branch_is_taken_over_with_its_rows(fs: ForkServe, adds: bool) -> None:
     role = "You are a careful reviewer of travel plans. " * 3
 
     @fs.node
     def plan(state: State, fork: Branch):
-        fork.generate(3)
+        if adds:
+            fork.generate(3)
         fork.hint(role, t_idle_ms=1e6)
         fork.hint("a guess that nobody takes", t_idle_ms=1e6)
         while fs.engine.drain_slack():
