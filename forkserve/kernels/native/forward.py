@@ -165,14 +165,16 @@ class Forward:
 
     def close(self) -> None:
         """Stop the threads and drop the weights.  Idempotent."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._library.fs_forward_free(handle)
+        self._free()
         self._kept = ([], np.empty(0, np.float32), None, None)  # type: ignore[assignment]
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            self.close()
+        self._free()  # names of modules may be gone by now: nothing else
+
+    def _free(self) -> None:
+        handle, self._handle = getattr(self, "_handle", None), None
+        if handle is not None:
+            self._library.fs_forward_free(handle)
 
 
 def _bound(layer: LayerWeights) -> _Layer:
