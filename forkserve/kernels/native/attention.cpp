@@ -11,8 +11,8 @@
 namespace fs {
 namespace {
 
-// Blocks of 16 keys that stay in L1 for all rows of a unit.  The next ones are fetched meanwhile,
-// unless the processor sees them coming: few rows, and pages in order.
+// Blocks of 16 keys that stay in L1 for all rows of a unit.  The next ones are fetched meanwhile:
+// the processor's own read-ahead stops where a page ends.
 constexpr int CHUNK = 4;
 constexpr int BLOCKS = SPLIT / LANES + 2;
 constexpr float LOWEST = -INFINITY;
@@ -60,9 +60,8 @@ void item_scores(const Head<T>& head, const Item& item, int vec, int n, int orig
         float* to = scores + (first + done) * LANES - item.shift - origin;
         grouped(n, [&](int r, auto rb) {
             for (int b = done + CHUNK; b < done + CHUNK + soon; b++)
-                if (n > ROWS || block[b] != block[b - 1] + LANES * dim)
-                    for (int64_t d = dim * r / n; d < dim * (r + rb()) / n; d++)
-                        __builtin_prefetch(block[b] + d * head.page);
+                for (int64_t d = dim * r / n; d < dim * (r + rb()) / n; d++)
+                    __builtin_prefetch(block[b] + d * head.page);
             qk_rows<rb(), widest(rb())>(q + r * WIDE, block + done, blocks, head.page, dim,
                                         to + r * SCORES);
         });
@@ -93,7 +92,6 @@ void item_values(const Head<T>& head, const Item& item, int vec, int n, int orig
         const int soon = chunk(begin + CHUNK * LANES, next);
         grouped(n, [&](int r, auto rb) {
             for (int i = 0; i < soon; i++) {
-                if (n <= ROWS && next[i].follows(i ? next[i - 1] : here[count - 1], dim)) continue;
                 const int64_t line = 64 / sizeof(T), lines = next[i].rows * dim / line;
                 for (int64_t j = lines * r / n; j < lines * (r + rb()) / n; j++)
                     __builtin_prefetch(next[i].v + j * line);

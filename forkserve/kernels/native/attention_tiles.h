@@ -66,9 +66,6 @@ template <class T>
 struct Stretch {
     const T* v;
     int rows;
-    bool follows(const Stretch& other, int64_t dim) const {
-        return v == other.v + other.rows * dim;
-    }
 };
 
 // o[r][i] += sum over rows j, in order, of p[r][j] * v[j][i] for NB blocks of 16 values.
