@@ -147,10 +147,12 @@ def packing():
     square(640, threads=64)
 def passing():
     forward.run(ids, [plan], pool, rows, np.empty((1, 16), np.float32))
+def attending():
+    plan.attend(pool, np.ones((2, 1, 16), np.float32))
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 before = resource.getrlimit(resource.RLIMIT_AS)
 resource.setrlimit(resource.RLIMIT_AS, (size + 100_000_000, before[1]))
-for verb in (packing, passing, packing, passing):
+for verb in (packing, passing, attending, packing, passing, attending):
     try:
         verb()
     except BackendError as error:
@@ -158,6 +160,7 @@ for verb in (packing, passing, packing, passing):
 resource.setrlimit(resource.RLIMIT_AS, before)
 packing()
 passing()
+attending()
 forward.close()
 print("ran")
 """
@@ -167,7 +170,8 @@ print("ran")
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory by way of /proc")
 def test_threads_that_cannot_be_had_are_an_error_and_no_hang() -> None:
     said = run(_NO_THREADS)
-    assert said.count("cannot start 64 threads") == 2
+    assert said.count("cannot start 64 threads to pack") == 2
+    assert said.count("cannot start 64 threads for attention") == 2
     assert said.count("cannot start its threads") == 2
     assert "ran" in said
 

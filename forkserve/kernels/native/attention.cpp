@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <system_error>
 
 #include "attention_tiles.h"
 
@@ -303,8 +304,8 @@ void attend(Plan& plan, Team& team, int tid, const KvLayer& kv, const float* q, 
 
 }  // namespace fs
 
-void fs_attend(fs::Plan* plan, const fs::KvPool* pool, int64_t layer, const float* q,
-               const float* k, const float* v, float* out, float scale, float softcap) {
+int fs_attend(fs::Plan* plan, const fs::KvPool* pool, int64_t layer, const float* q,
+              const float* k, const float* v, float* out, float scale, float softcap) {
     using namespace fs;
     static std::mutex one_at_a_time;
     static std::unique_ptr<Team> team;
@@ -314,9 +315,14 @@ void fs_attend(fs::Plan* plan, const fs::KvPool* pool, int64_t layer, const floa
     const KvLayer kv = pool->layer(layer);
     const int64_t kv_row = int64_t(plan->shape.kv_heads) * plan->shape.dim;
     const int64_t row = kv_row * plan->shape.group;
-    team->run([&](int tid) {
-        if (k != nullptr) write_kv(*plan, kv, k, v, kv_row, tid, team->size());
-        team->barrier();
-        attend(*plan, *team, tid, kv, q, row, out, row, scale, softcap);
-    });
+    try {
+        team->run([&](int tid) {
+            if (k != nullptr) write_kv(*plan, kv, k, v, kv_row, tid, team->size());
+            team->barrier();
+            attend(*plan, *team, tid, kv, q, row, out, row, scale, softcap);
+        });
+    } catch (const std::system_error&) {
+        return 1;
+    }
+    return 0;
 }

@@ -103,6 +103,6 @@ FS_API int fs_plan_build(fs::Plan* plan, const fs::PlanShape* shape, const fs::S
 // Six numbers: rows, units, parts, items, cut rows, KV rows read per kv head.
 FS_API void fs_plan_counts(const fs::Plan* plan, int64_t* out);
 // For tests and benchmarks: attention of one layer by a team of its own, after writing k and v
-// unless they are null.  Rows are dense.
-FS_API void fs_attend(fs::Plan* plan, const fs::KvPool* pool, int64_t layer, const float* q,
-                      const float* k, const float* v, float* out, float scale, float softcap);
+// unless they are null.  Rows are dense.  Returns 1 where the system gives no threads, else 0.
+FS_API int fs_attend(fs::Plan* plan, const fs::KvPool* pool, int64_t layer, const float* q,
+                     const float* k, const float* v, float* out, float scale, float softcap);

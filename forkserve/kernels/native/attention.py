@@ -194,15 +194,18 @@ class AttentionPlan:
         """Attention of one layer by itself, for tests and benchmarks.
 
         q [n, H, D] rotated; fresh: K and V [n, Hk, D], written first.  Returns [n, H, D].
+        Raises `BackendError` where the system gives no threads.
         """
         q = np.ascontiguousarray(q)
         out = np.empty_like(q)
         k, v = (None, None) if fresh is None else (x.ctypes.data for x in fresh)
         scale = self._shape.dim**-0.5 if scale is None else scale
-        self._library.fs_attend(
+        if self._library.fs_attend(
             *(self.handle, ctypes.byref(pool), layer, q.ctypes.data, k, v, out.ctypes.data),
             *(scale, softcap),
-        )
+        ):
+            threads = self._shape.threads
+            raise BackendError(f"cannot start {threads} threads for attention; give fewer threads")
         return out
 
     def close(self) -> None:

@@ -247,10 +247,15 @@ int fs_pack(int kind, const float* w, int64_t n, int64_t k, void* data, int thre
     return 0;
 }
 
-void fs_linear(const fs::Packed* w, const float* x, int64_t m, float* y, int threads) {
-    fs::Team team(threads);
-    team.run([&](int) {
-        for (int p; (p = team.take()) < w->panels();)
-            fs::linear(*w, x, w->k, (int)m, p, p + 1, y, w->n, false);
-    });
+int fs_linear(const fs::Packed* w, const float* x, int64_t m, float* y, int threads) {
+    try {
+        fs::Team team(threads);
+        team.run([&](int) {
+            for (int p; (p = team.take()) < w->panels();)
+                fs::linear(*w, x, w->k, (int)m, p, p + 1, y, w->n, false);
+        });
+    } catch (const std::exception&) {
+        return 1;
+    }
+    return 0;
 }

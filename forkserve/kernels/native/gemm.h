@@ -44,5 +44,6 @@ FS_API int64_t fs_packed_bytes(int kind, int64_t n, int64_t k);
 // w: float32 [n][k].  bfloat16 is rounded to nearest even.
 // Returns 1 where the system gives no threads, else 0.
 FS_API int fs_pack(int kind, const float* w, int64_t n, int64_t k, void* data, int threads);
-// For tests: y [m][n] = x [m][k] w^T on a team of its own.
-FS_API void fs_linear(const fs::Packed* w, const float* x, int64_t m, float* y, int threads);
+// For tests: y [m][n] = x [m][k] w^T on a team of its own.  Returns 1 where the system gives no
+// threads, else 0.
+FS_API int fs_linear(const fs::Packed* w, const float* x, int64_t m, float* y, int threads);
