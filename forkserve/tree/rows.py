@@ -21,7 +21,6 @@ from forkserve.types import NodeMode, RowCopy, Span
 __all__ = [
     "Reservation",
     "cut",
-    "evict",
     "fence",
     "missing",
     "release",
@@ -65,9 +64,7 @@ def missing(node: Node, upto: int) -> list[tuple[Node, int, int]]:
     """
     parts: list[tuple[Node, int, int]] = []
     need, current = upto, node
-    while True:
-        if need <= current.floor:
-            return parts[::-1]
+    while need > current.floor:
         if current.segments:
             if current.kv_end < need:
                 parts.append((current, current.kv_end, need))
@@ -76,9 +73,10 @@ def missing(node: Node, upto: int) -> list[tuple[Node, int, int]]:
             begin = max(_inherited(current), current.floor)
             parts.append((current, begin, need))
             need = begin
-        if current.parent is None or need == 0:
-            return parts[::-1]
+        if current.parent is None or need <= current.floor:
+            break
         current = current.parent
+    return parts[::-1]
 
 
 def _inherited(node: Node) -> int:
@@ -233,13 +231,6 @@ def release(tree: ContextTree, node: Node) -> int:
     return freed
 
 
-def evict(tree: ContextTree, node: Node) -> int:
-    """Drop a node's rows but keep its tokens; it is recomputed when needed."""
-    assert all(child.evicted for child in node.children.values()), "a live child maps these rows"
-    node.evicted = True
-    return release(tree, node)
-
-
 def cut(tree: ContextTree, node: Node, position: int) -> int:
     """Drop the node's rows from `position` on; returns how many pages became free."""
     pool, freed = tree.pool, 0
@@ -285,26 +276,27 @@ def _grow(tree: ContextTree, node: Node, segment: Segment, begin: int, count: in
 
 
 def resident(node: Node) -> None:
-    """The node is about to have rows: it and what is above it count as present again."""
-    node.evicted = False
+    """The node has rows, or is about to."""
     if node.kv_begin < node.floor:
         node.floor = 0  # computed afresh, from where its tokens begin
-    for above in node.ancestors():
-        if not above.evicted:
-            break
-        above.evicted = False
 
 
 def _watched(node: Node, segment: Segment) -> bool:
-    """True while a live child sees rows of this segment."""
-    return any(node.segment_at(child.alias_len) is segment for child in node.children.values())
+    """True while a live child sees rows of this segment up to its end."""
+    return any(
+        child.alias_len <= segment.end and node.segment_at(child.alias_len) is segment
+        for child in node.children.values()
+    )
 
 
 def _segment_at(node: Node | None, position: int) -> Segment | None:
-    """The segment that holds row position - 1 for a child that begins at `position`."""
+    """The segment that holds row position - 1 for a child that begins at `position`.
+
+    None if that row was given back.
+    """
     while node is not None and position > 0:
         if (segment := node.segment_at(position)) is not None:
-            return segment
+            return segment if segment.end >= position else None
         node = node.parent
     return None
 
