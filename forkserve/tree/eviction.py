@@ -93,9 +93,10 @@ def shed(tree: ContextTree, node: Node, keep: int = 0, wanted: int | None = None
     A line that gave rows back loses what it has left at once: without the rows of a whole window
     behind it, none can be computed again.
     """
-    assert keep >= resting(node), f"rows up to {resting(node)} of node {node.id} carry others"
+    rests, floor = resting(node), node.floor
+    assert keep >= rests, f"rows up to {rests} of node {node.id} carry others"
     pool, before, begin, freed = tree.pool, node.kv_end, node.kv_begin, 0
-    if node.floor:
+    if floor:
         wanted = None
     while node.segments and (wanted is None or freed < wanted):
         cut = _last(tree, node, keep)
@@ -120,6 +121,7 @@ def shed(tree: ContextTree, node: Node, keep: int = 0, wanted: int | None = None
         pool.decref(gone)
     if not node.segments:
         release(tree, node)
+        node.floor = floor if rests else 0  # a child goes on where what was given back ends
         rows = before - begin
     else:
         rows = before - node.kv_end

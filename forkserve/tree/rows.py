@@ -233,9 +233,10 @@ def release(tree: ContextTree, node: Node) -> int:
 
 def cut(tree: ContextTree, node: Node, position: int) -> int:
     """Drop the node's rows from `position` on; returns how many pages became free."""
-    pool, freed = tree.pool, 0
-    while node.segments and node.segments[-1].start >= position:
-        freed += pool.decref(node.segments.pop().pages)
+    pool, freed, held = tree.pool, 0, node.segments
+    # A packed tail that only repeats rows of the segment before goes too.
+    while held and (held[-1].start >= position or (len(held) > 1 and held[-2].end >= position)):
+        freed += pool.decref(held.pop().pages)
     if node.segments and node.segments[-1].end > position:
         segment = node.segments[-1]
         keep = pool.pages_for(position - segment.start)
