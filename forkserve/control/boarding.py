@@ -245,7 +245,7 @@ class Boarding:
             core.finish(task)
             return None
         lent = core.lent()  # what only waits to be read comes back at once
-        if core.make_room(shortage.needed, lambda: self._preempt_younger(task)):
+        if core.make_room(shortage.needed, lambda: self._preempt_younger(flight, task)):
             return reserve(task.tree, owner, begin, count)
         if lent:
             core.short = True  # the rest in a moment
@@ -298,14 +298,15 @@ class Boarding:
         chunk = min(core.config.prefill_chunk, core.scheduler.recovery.room)
         self._board(flight, task, 1 if decodes else chunk)
 
-    def _preempt_younger(self, task: Task) -> bool:
-        """Stop the youngest work that started after `task` and has rows to give."""
+    def _preempt_younger(self, flight: Flight, task: Task) -> bool:
+        """Stop the youngest work that started after `task`, is not aboard, and has rows to give."""
         mine, writing = path_rows(task.target), self.core.writing
+        aboard = {entry.task for entry in flight.entries}  # this batch reads their rows
         younger = [
             t
             for t in self._committed()
             if t.serial > task.serial
-            and not t.parked
+            and not (t.parked or t in aboard)
             and any(
                 n.segments and n not in writing and n.kv_end > max(mine.get(n, 0), resting(n))
                 for n in path_rows(t.target)
