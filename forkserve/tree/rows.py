@@ -20,12 +20,12 @@ from forkserve.types import NodeMode, RowCopy, Span
 
 __all__ = [
     "Reservation",
+    "begun",
     "cut",
     "fence",
     "missing",
     "release",
     "reserve",
-    "resident",
     "rollback",
     "settle",
     "spans",
@@ -182,7 +182,7 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
         source = before.pages[(begin - before.start) // size]
         copies.append(RowCopy(source, 0, fresh[0], 0, rest))
     node.segments.append(segment)
-    resident(node)
+    begun(node)
     write = Span(segment.key, segment.pages, begin, count, begin - start)
     return Reservation(node, segment, begin, count, write, copies, fresh, created=True)
 
@@ -271,15 +271,14 @@ def _grow(tree: ContextTree, node: Node, segment: Segment, begin: int, count: in
             kept[-1] = fresh[0]
             tree.epoch += 1
         segment.pages = kept + fresh[borrowed:]
-    resident(node)
     write = Span(segment.key, segment.pages, begin, count, begin - segment.start)
     return Reservation(node, segment, begin, count, write, copies, fresh, dropped, before)
 
 
-def resident(node: Node) -> None:
-    """The node has rows, or is about to."""
-    if node.kv_begin < node.floor:
-        node.floor = 0  # computed afresh, from where its tokens begin
+def begun(node: Node) -> None:
+    """A segment was begun: a first one, where the node's tokens begin, stands on the rows above."""
+    if len(node.segments) == 1 and node.kv_begin <= node.alias_len:
+        node.floor = 0
 
 
 def _watched(node: Node, segment: Segment) -> bool:
@@ -329,6 +328,7 @@ def _adopt(tree: ContextTree, node: Node, begin: int, rest: int) -> Segment:
         parent.segments.pop()
     taken = new_segment(begin - rest, [page], begin)
     node.segments.append(taken)
+    begun(node)
     tree.epoch += 1
     return taken
 
