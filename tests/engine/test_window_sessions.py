@@ -166,7 +166,8 @@ def test_branches_keep_the_rows_that_their_own_end_reads(
     witness = Witness(model)
     config = tiny_config(capacity_pages=32, prefill_chunk=32, prefix_index=False)
     backend = LocalBackend(config, folder, kernels=kernels)
-    keeps = LocalBackend(tiny_config(capacity_pages=128, prefix_index=False), folder, kernels=kernels)
+    all_of_it = config.replace(capacity_pages=128)
+    keeps = LocalBackend(all_of_it, folder, kernels=kernels)
     keeps.info.extra["window"] = 0  # the engine is not told, and keeps every row
     cold = Engine(keeps)
     eng = Engine(backend)
