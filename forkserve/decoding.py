@@ -143,7 +143,8 @@ class Decoding(Inspection):
             generation.started_ms = core.clock.now_ms()
             if max_tokens == 0:
                 generation.end("length")
-            generation.narrow()
+            if not generation.done:
+                generation.narrow()
             if not generation.done:
                 jump(core, core.ensure(tree, target, generation), core.clock.now_ms())
             return generation

@@ -12,7 +12,7 @@ from forkserve.control.speculation import Request, Speculation, speculate
 from forkserve.control.task import Task
 from forkserve.control.values import number, text
 from forkserve.decoding import Decoding
-from forkserve.errors import AdmissionRefused, NodeError
+from forkserve.errors import AdmissionRefused, ConfigError, NodeError
 from forkserve.tree.node import Node
 from forkserve.tree.tree import committed
 from forkserve.types import JobClass, Tokens
@@ -82,6 +82,8 @@ class Speculating(Decoding):
         with self._core.lock:
             tree = self._core.tree(session)
             targets = [tree.get(node) for node in nodes]
+            if len(set(nodes)) != len(targets):
+                raise ConfigError(f"speculate_set got a node twice: {list(nodes)}")
             if isinstance(nodes, Mapping):
                 weights = [number("priority", p, 0, 1) for p in nodes.values()]
             else:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from forkserve import Engine
-from forkserve.errors import SessionError
+from forkserve.errors import ConfigError, SessionError
 from forkserve.types import Batch, JobClass, SamplingParams
 
 from .harness import assert_nothing_left, assert_same_as_cold, cold, core, engine, mock
@@ -98,6 +98,78 @@ def test_questions_of_two_threads_are_answered_in_turn() -> None:
     assert got == want
     eng.check()
     eng.shutdown()
+
+
+class Zigzag:
+    """A constraint that depends on all that was generated: odd sums allow other ids than even."""
+
+    def allowed(self, generated: Sequence[int]) -> Sequence[int]:
+        return range(60 + sum(generated) % 2 * 20, 75 + sum(generated) % 2 * 20)
+
+
+SAYING = [
+    SamplingParams(ignore_eos=True, logprobs=True, top_logprobs=3),
+    SamplingParams(temperature=0.9, seed=5, top_p=0.9, ignore_eos=True, logprobs=True),
+    SamplingParams(temperature=1.1, seed=6, repetition_penalty=1.3, frequency_penalty=0.7),
+    SamplingParams(temperature=0.7, min_p=0.01, constraint=Zigzag(), logprobs=True),
+    SamplingParams(constraint=Zigzag(), stop=("DE", "RS"), presence_penalty=1.0),
+]
+
+
+@pytest.mark.parametrize("every", [0, 1, 2, 5])
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_whoever_is_stopped_says_the_same_and_says_it_once(every: int, chunk: int) -> None:
+    """Pre-emption and a full pool: tokens, log-probabilities, reasons and the streamed text."""
+
+    def said(eng: Engine) -> list[object]:
+        names = [eng.open([50 + i, 51, 52, 53 + i], session=f"n{i}").id for i in range(len(SAYING))]
+        running = [eng.start(s, 24, params=p) for s, p in zip(names, SAYING, strict=True)]
+        told: list[object] = []
+        for generation in running:
+            pieces = list(generation.pieces())
+            assert "".join(pieces) == generation.text
+            told.append(
+                (
+                    generation.tokens,
+                    generation.logprobs,
+                    generation.top_logprobs,
+                    generation.finish_reason,
+                    generation.text,
+                )
+            )
+        assert_nothing_left(eng)
+        return told
+
+    hard = engine({"force_preempt_every": every}, capacity_pages=12, prefill_chunk=chunk)
+    assert said(hard) == said(engine())
+    assert hard.stats().preemptions > 0
+
+
+def test_nothing_is_asked_of_a_constraint_that_has_nothing_to_constrain() -> None:
+    class Broken:
+        def allowed(self, generated: Sequence[int]) -> None:
+            raise ValueError("no")
+
+    eng = engine()
+    s = eng.open(PROMPT).id
+    assert eng.generate(s, 0, params=SamplingParams(constraint=Broken())) == []
+    with pytest.raises(ValueError, match="no"):
+        eng.generate(s, 1, params=SamplingParams(constraint=Broken()))
+    assert eng.tokens(s) == PROMPT
+    assert_same_as_cold(eng, s)
+    assert_nothing_left(eng)
+
+
+def test_a_node_is_speculated_on_once() -> None:
+    eng = engine()
+    s = eng.open(PROMPT).id
+    kid = eng.fork(s, 1, "k", OTHER)
+    with pytest.raises(ConfigError, match="twice"):
+        eng.speculate_set(s, [kid, kid])
+    assert eng.speculate_set(s, []) == {}
+    assert core(eng).planner.ledger.total == 0
+    assert eng.speculate_set(s, [kid])[kid].tokens == len(OTHER)
+    assert_nothing_left(eng)
 
 
 def test_rows_of_a_batch_on_its_way_are_left_alone() -> None:
