@@ -86,7 +86,7 @@ def check_rows(tree: ContextTree) -> None:
             if previous is not None:
                 assert previous.start <= segment.start <= previous.end, f"hole in node {node.id}"
             previous = segment
-        assert node.kv_end <= node.length, f"node {node.id} has rows past its tokens"
+            assert segment.end <= node.length, f"node {node.id} has rows past its tokens"
 
 
 def check_residency(tree: ContextTree) -> None:

@@ -244,3 +244,28 @@ def test_nothing_goes_while_an_end_reads_it() -> None:
             assert in_reach(tree, tree.get(kid), min(end, tree.get(kid).kv_end), WINDOW)
         assert give_back(tree, WINDOW) == 0  # all that could go has gone
     assert_nothing_left(eng)
+
+
+def test_a_branch_goes_on_where_what_was_given_back_ends() -> None:
+    """Its rows begin at its trunk's floor: the trunk's own may go, and nothing is missing there."""
+    window = 3
+    eng = engine({"window": window}, tail="pack", prefix_index=False)
+    s = eng.open(range(20, 31)).id
+    eng.generate(s, 24, params=GO_ON)  # 35 rows, of which [32, 35) stay
+    kid = eng.fork(s, 1, "kid", [5])
+    eng.attempt(s, kid)
+    text = eng.tokens(s, kid)
+    assert eng.generate(s, 1, node=kid) == cold(text, 1, window=window)
+    root, branch = node(eng, s, 1), node(eng, s, kid)
+    assert root.floor == root.kv_begin == branch.kv_begin == 32
+    with core(eng).lock:
+        core(eng).drop_rows(eng.tree(s), root)
+    eng.check()
+    assert not root.segments
+    assert branch.segments
+    for one in (kid, 1):
+        text = eng.tokens(s, one)
+        assert eng.generate(s, 5, node=one) == cold(text, 5, window=window)
+        eng.check()
+    assert_rows_as_cold(eng, s)
+    assert_nothing_left(eng)
