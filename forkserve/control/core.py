@@ -117,10 +117,13 @@ class Core:
         self.changed.notify_all()
 
     def requeue(self, task: Task) -> None:
-        """Queue a task again after its class changed."""
+        """Queue a task again after its rows or its class changed; if none is left it ends."""
         self.scheduler.remove(task)
         task.refresh()
-        self.scheduler.submit(task)
+        if task.remaining:
+            self.scheduler.submit(task)
+        else:  # another path has computed what it speculated on
+            self.finish(task)
 
     def finish(self, task: Task, error: BaseException | None = None) -> None:
         """Take a task out, with the error that ended it if any."""

@@ -59,4 +59,5 @@ def regain(core: Core, task: Task) -> None:
     if core.config.prefix_index and not tree.root.segments:
         take_prefix(tree, core.index)
     for other in [t for t in core.tasks.values() if t.tree is tree]:
-        core.requeue(other)
+        if not other.done:
+            core.requeue(other)

@@ -9,6 +9,7 @@ import pytest
 
 from forkserve import Engine
 from forkserve.errors import ConfigError, SessionError
+from forkserve.tree.rows import reserve, settle
 from forkserve.types import Batch, JobClass, SamplingParams
 
 from .harness import assert_nothing_left, assert_same_as_cold, cold, core, engine, mock
@@ -169,6 +170,23 @@ def test_a_node_is_speculated_on_once() -> None:
     assert eng.speculate_set(s, []) == {}
     assert core(eng).planner.ledger.total == 0
     assert eng.speculate_set(s, [kid])[kid].tokens == len(OTHER)
+    assert_nothing_left(eng)
+
+
+def test_speculation_with_nothing_left_to_run_ends_when_it_is_queued_again() -> None:
+    eng = engine()
+    s = eng.open(PROMPT).id
+    kid = eng.fork(s, 1, "k", OTHER)
+    eng.speculate(s, kid)
+    waiting = core(eng).tasks[s, kid]
+    waiting.held = True
+    held = reserve(eng.tree(s), eng.tree(s).get(kid), len(PROMPT), len(OTHER))
+    settle(eng.tree(s), held)  # as if another path had brought them
+    with core(eng).lock:
+        core(eng).requeue(waiting)
+    assert waiting.done
+    assert not core(eng).tasks
+    assert core(eng).planner.ledger.total == 0
     assert_nothing_left(eng)
 
 
