@@ -159,7 +159,7 @@ class Engine(Tiering):
             if prefill:
                 self._complete(tree, root)
         except BaseException:
-            self.close(name)
+            self._end(name, tree)
             raise
         self._saved(name, now=True)
         return SessionHandle(self, tree, restored)
@@ -188,9 +188,15 @@ class Engine(Tiering):
 
     def close(self, session: str) -> None:
         """End a session and give back its pages.  Idempotent; published pages stay cached."""
+        self._end(session, None)
+
+    def _end(self, session: str, only: ContextTree | None) -> None:
+        """`close`; only: not if another one has its id by now."""
         core = self._core
         with core.lock:
             tree = core.trees.get(session)
+            if only is not None and tree is not only:
+                return
             if tree is not None:
                 core.close_tree(tree)
                 core.scheduler.cancel_session(session)

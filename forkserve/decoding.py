@@ -102,6 +102,9 @@ class Decoding(Inspection):
         wrong = [i for i, _ in params.biases if not 0 <= i < vocab]
         if wrong:
             raise ConfigError(f"logit_bias names id {wrong[0]}; the vocabulary has {vocab} ids")
+        wrong = [i for i in params.stop_ids if not 0 <= i < vocab]
+        if wrong:
+            raise ConfigError(f"stop_ids names id {wrong[0]}; the vocabulary has {vocab} ids")
         with core.lock:
             self._loop.check()
             tree = core.tree(session)
@@ -140,7 +143,8 @@ class Decoding(Inspection):
             generation.started_ms = core.clock.now_ms()
             if max_tokens == 0:
                 generation.end("length")
-            generation.narrow()
+            if not generation.done:
+                generation.narrow()
             if not generation.done:
                 jump(core, core.ensure(tree, target, generation), core.clock.now_ms())
             return generation
@@ -174,6 +178,6 @@ class Decoding(Inspection):
             generation.end("cancelled")
             task = core.tasks.get((generation.session, generation.node))
             if task is not None and task.generation_handle is generation:
-                core.finish(task)
+                core.release(task)
         finally:
             core.lock.release()

@@ -64,7 +64,7 @@ class Restoring(Speculating):
         """
         core = self._core
         with core.lock:
-            bare = tree.root.evicted and not tree.root.segments
+            bare = tree.root.evicted
             if bare and self.config.prefix_index:
                 core.count.cached_tokens += take_prefix(tree, core.index)
         raised = self._raise(tree, node, press)

@@ -9,9 +9,10 @@ from forkserve.control.candidates import grammar_branches
 from forkserve.control.experience import UNBOUNDED_MS
 from forkserve.control.probe import Probe, choice_mass, forks
 from forkserve.control.speculation import Request, Speculation, speculate
+from forkserve.control.task import Task
 from forkserve.control.values import number, text
 from forkserve.decoding import Decoding
-from forkserve.errors import AdmissionRefused, NodeError, SessionError
+from forkserve.errors import AdmissionRefused, ConfigError, NodeError
 from forkserve.tree.node import Node
 from forkserve.tree.tree import committed
 from forkserve.types import JobClass, Tokens
@@ -81,6 +82,8 @@ class Speculating(Decoding):
         with self._core.lock:
             tree = self._core.tree(session)
             targets = [tree.get(node) for node in nodes]
+            if len(set(nodes)) != len(targets):
+                raise ConfigError(f"speculate_set got a node twice: {list(nodes)}")
             if isinstance(nodes, Mapping):
                 weights = [number("priority", p, 0, 1) for p in nodes.values()]
             else:
@@ -139,25 +142,34 @@ class Speculating(Decoding):
         """
         ids = {name: self._guard.ids(text) for name, text in texts.items()}
         places = forks(ids)
-        core, probe = self._core, Probe(places)
-        self._loop.run_until(lambda: not core.probing(session, node))
-        with core.lock:
-            if core.probing(session, node):
-                raise SessionError(f"another thread asks the model at node {node} already")
-            tree = core.tree(session)
-            target = tree.get(node)
-            self._guard.idle(tree, target)
-            if not committed(target):
-                raise NodeError(f"node {node} is speculative: the model is asked on real text only")
-            lines.require_known(target)
-            self._guard.fits(target.length + max(map(len, places), default=0), "sequence")
-            if places:
-                task = core.ensure(tree, target, probe=probe)
-        if places:
+        task, probe = self._ask(session, node, places)
+        if task is not None:
             self._loop.run_until(lambda: task.done or not probe.pending())
             if probe.pending():
                 raise task.error or NodeError(f"node {node} was dropped while it was asked")
         return choice_mass(ids, {text: probe.rows[i] for i, text in enumerate(places)})
+
+    def _ask(
+        self, session: str, node: int, places: Sequence[tuple[int, ...]]
+    ) -> tuple[Task | None, Probe]:
+        """Queue a probe of these texts at a node, after the one that another thread has there."""
+        core = self._core
+        while True:
+            self._loop.run_until(lambda: not core.probing(session, node))
+            with core.lock:
+                if core.probing(session, node):
+                    continue
+                tree = core.tree(session)
+                target = tree.get(node)
+                self._guard.idle(tree, target)
+                if not committed(target):
+                    raise NodeError(
+                        f"node {node} is speculative: the model is asked on real text only"
+                    )
+                lines.require_known(target)
+                self._guard.fits(target.length + max(map(len, places), default=0), "sequence")
+                probe = Probe(places, target.length)
+                return core.ensure(tree, target, probe=probe) if places else None, probe
 
     def speculate_from_grammar(
         self,

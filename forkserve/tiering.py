@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from functools import partial
 from itertools import count, pairwise
 from math import inf
@@ -176,7 +176,7 @@ class Tiering(Keeping):
         rank = -int(evict_rank(node.mode, 0))
         return rank, worth, -begin, next(self._serial), tree, node
 
-    def _may_go(self, tree: ContextTree, node: Node, busy: set[Node]) -> bool:
+    def _may_go(self, tree: ContextTree, node: Node, busy: Collection[Node]) -> bool:
         """True if a committed node has rows that nobody needs now or in a moment."""
         core, mover = self._core, self._mover
         if core.trees.get(tree.session) is not tree or not node.live or not node.segments:

@@ -14,8 +14,9 @@ from forkserve.control.core import Core
 from forkserve.control.loop import Loop
 from forkserve.engine.protocol import Refilling
 from forkserve.errors import OutOfPages, SessionError
+from forkserve.tree.eviction import path_rows
 from forkserve.tree.node import Node
-from forkserve.tree.rows import Reservation, fence, missing, reserve, rollback, settle, spans
+from forkserve.tree.rows import fence, missing, reserve, rollback, settle, spans
 from forkserve.tree.tree import ContextTree
 from forkserve.types import RowCopy, Span
 
@@ -168,9 +169,8 @@ def _write(
         held = reserve(tree, owner, first, count)
     except OutOfPages as shortage:
         core.index.reclaim(shortage.needed - core.pool.free_pages)
-        path = (owner, *owner.ancestors())
         if core.pool.free_pages < shortage.needed and not (
-            press and core.make_room(shortage.needed, keep=path)
+            press and core.make_room(shortage.needed, keep=path_rows(owner))
         ):
             return False
         held = reserve(tree, owner, first, count)
@@ -179,7 +179,7 @@ def _write(
             _copy(backend, copy)
         backend.write_rows(held.write, rows, at)
     except BaseException:
-        _undo(tree, held)
+        rollback(tree, held)  # their rows were never valid, and are never read
         raise
     settle(tree, held)
     owner.used_ms = core.clock.now_ms()
@@ -191,10 +191,3 @@ def _copy(backend: Portable, copy: RowCopy) -> None:
     """A row copy of now; those of a batch are the loop's."""
     run = backend.read_rows([Span("copy", [copy.src_page], 0, copy.rows, copy.src_row)])
     backend.write_rows(Span("copy", [copy.dst_page], 0, copy.rows, copy.dst_row), run, 0)
-
-
-def _undo(tree: ContextTree, held: Reservation) -> None:
-    """Give the pages back: their rows were never valid, and are never read."""
-    rollback(tree, held)
-    if not held.node.segments:
-        held.node.evicted = True

@@ -15,9 +15,11 @@ from forkserve.control.spine_care import care
 from forkserve.control.task import Task
 from forkserve.control.windows import readable, regain
 from forkserve.errors import BackendError, OutOfPages
+from forkserve.tree.eviction import path_rows, resting
 from forkserve.tree.node import Node
 from forkserve.tree.rows import Reservation, fence, missing, reserve, rollback, spans
 from forkserve.tree.runs import goes_on, prolong
+from forkserve.tree.window import give_back
 from forkserve.types import JobClass, SampleSpec, Span, Work
 
 __all__ = ["Boarding"]
@@ -39,10 +41,13 @@ class Boarding:
     def depart(self, flight: Flight, wake: bool) -> None:
         """Put a batch together.  wake: also run tasks that wait for a companion."""
         core, now = self.core, self.core.clock.now_ms()
+        core.writing = flight.owners
         core.expire(now)
         core.sweep()
         while core.lost:
-            regain(core, core.lost.pop())
+            lost = core.lost.pop()
+            if not lost.done:
+                regain(core, lost)
         for task in core.tasks.values():
             if task.held and task.wake_ms and (wake or task.wake_ms <= now):
                 task.held, task.wake_ms = task.parked, 0.0
@@ -55,7 +60,7 @@ class Boarding:
             core.finish(job)
         for job, tokens in plan.items:
             assert isinstance(job, Task)
-            if not job.done:
+            if not (job.done or job.parked):  # one before it may have stopped it
                 self._board_or_end(flight, job, tokens)
         if not flight.entries:
             self._rescue(flight)
@@ -108,7 +113,8 @@ class Boarding:
         more = self._prolong(flight, task, parts, held, tokens) if held is not None else []
         end = begin + count + sum(below.count for below in more)
         bottom = more[-1].node if more else owner
-        last = handle is not None and bottom is target and end == target.length
+        whole = bottom is target and end == target.length
+        last = whole and handle is not None and not task.probing  # first what was asked first
         try:
             work = Work(
                 session=task.session,
@@ -144,9 +150,9 @@ class Boarding:
             core.finish(task)
             return False
         if any(entry.task.tree is tree for entry in flight.entries):
-            core.lost.add(tree)  # this batch still reads its rows
+            core.lost.add(task)  # this batch still reads its rows
             return False
-        regain(core, tree)
+        regain(core, task)
         return not task.done
 
     def _room(self, task: Task, tokens: int) -> int:
@@ -188,8 +194,8 @@ class Boarding:
         """The next texts of a probe: works that write nothing, at least one."""
         probe, target, tree = task.probe, task.target, task.tree
         assert probe is not None
-        begin = target.length - 1
-        last = tree.tokens(target, begin).tolist()
+        begin = probe.at - 1  # a generation that goes on behind it makes no difference
+        last = tree.tokens(target, begin, probe.at).tolist()
         for number in probe.pending():
             run = [*last, *probe.texts[number]]
             if flight.entries and len(run) > tokens:
@@ -243,21 +249,35 @@ class Boarding:
             return reserve(task.tree, owner, begin, count)
         if lent:
             core.short = True  # the rest in a moment
+        elif core.pending:
+            return None  # pages that are copied first are free after this batch
         elif not task.privileged and len(self._committed()) > 1:
             self._park(task)  # others hold the pages: they will end
+        elif any(entry.task.tree is task.tree for entry in flight.entries):
+            return None  # this batch reads the rows that could move
+        elif core.window and give_back(task.tree, core.window, {task.target}, others=False):
+            return self._reserve(flight, task, owner, begin, count)
+        elif not task.compact:
+            self._compact(task)
         else:
             core.finish(task, OutOfPages(shortage.needed, core.pool.free_pages, capacity))
         return None
+
+    def _compact(self, task: Task) -> None:
+        """Start a path over: what branches that are gone left behind may fit in fewer pages."""
+        core, task.compact = self.core, True
+        for node in path_rows(task.target):
+            core.drop_rows(task.tree, node)
+        core.requeue(task)
 
     def _committed(self) -> list[Task]:
         return [t for t in self.core.tasks.values() if t.kind is not JobClass.SPEC]
 
     def _park(self, task: Task) -> None:
-        """Let the task wait, and give its rows to those that go on."""
+        """Let the task wait; its rows are there to be taken by those that go on."""
         task.held = task.parked = True
         self.core.parked.append(task)
-        if all(child.evicted for child in task.target.children.values()):
-            self._take_rows(task)
+        self.core.count.preemptions += 1
 
     def _rescue(self, flight: Flight) -> None:
         """Everybody waits for pages: the oldest goes on alone, or learns that it never will fit."""
@@ -272,42 +292,40 @@ class Boarding:
         if task.parked:
             core.parked.remove(task)
             task.parked = task.held = False
+            core.requeue(task)  # some of its rows may have gone
         task.privileged = True
         decodes = task.kind is JobClass.DECODE
         chunk = min(core.config.prefill_chunk, core.scheduler.recovery.room)
         self._board(flight, task, 1 if decodes else chunk)
 
     def _preempt_younger(self, flight: Flight, task: Task) -> bool:
-        """Take the rows of the youngest generation that started after `task`."""
-        path = {task.target, *task.target.ancestors()}
+        """Stop the youngest work that started after `task`, is not aboard, and has rows to give."""
+        mine, writing = path_rows(task.target), self.core.writing
+        aboard = {entry.task for entry in flight.entries}  # this batch reads their rows
         younger = [
             t
             for t in self._committed()
-            if t.target not in path
-            and t.target.segments
-            and t.target not in flight.owners
-            and t.serial > task.serial
-            and all(child.evicted for child in t.target.children.values())
+            if t.serial > task.serial
+            and not (t.parked or t in aboard)
+            and any(
+                n.segments and n not in writing and n.kv_end > max(mine.get(n, 0), resting(n))
+                for n in path_rows(t.target)
+            )
         ]
         if not younger:
             return False
-        self._take_rows(max(younger, key=lambda t: t.serial))
+        self._park(max(younger, key=lambda t: t.serial))
         return True
-
-    def _take_rows(self, task: Task) -> None:
-        """Pre-empt: the rows go, the tokens stay, the task starts over with a prefill."""
-        core = self.core
-        core.count.preemptions += 1
-        core.drop_rows(task.tree, task.target)
-        core.requeue(task)
 
     def _force_preempt(self) -> None:
         """Test aid of the mock: pre-empt a running generation every n-th pass."""
-        every = getattr(self.core.backend, "force_preempt_every", 0)
-        if not every or self.core.count.forward_passes % every != every - 1:
+        core = self.core
+        every = getattr(core.backend, "force_preempt_every", 0)
+        if not every or core.count.forward_passes % every != every - 1:
             return
         for task in self._committed():
-            free = all(child.evicted for child in task.target.children.values())
-            if task.kind is JobClass.DECODE and task.target.segments and free:
-                self._take_rows(task)
+            if task.kind is JobClass.DECODE and task.target.segments and not resting(task.target):
+                core.count.preemptions += 1
+                core.drop_rows(task.tree, task.target)
+                core.requeue(task)
                 return

@@ -91,7 +91,6 @@ def apply_commit(
             tree.set_mode(member, NodeMode.COMMIT)
             member.speculated = 0
             tree.move_tip(node.line, member)
-            member.evicted = member.evicted and not member.segments
         tree.extend(winner, rest)
     else:
         hit, used, wasted = HitClass.MISS, 0, 0

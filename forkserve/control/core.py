@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Mapping
 from math import inf
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from forkserve.control.experience import Experience
@@ -18,10 +19,11 @@ from forkserve.control.scheduler import Scheduler
 from forkserve.control.stats import Counters, EngineStats, PrefilledTokens
 from forkserve.control.task import Task
 from forkserve.errors import SessionError
+from forkserve.tree.eviction import path_rows, resting, shed
 from forkserve.tree.index import PrefixIndex
 from forkserve.tree.node import MAIN_LINE, Node
 from forkserve.tree.pool import PagePool
-from forkserve.tree.rows import evict, release
+from forkserve.tree.rows import release
 from forkserve.tree.spine import publish
 from forkserve.tree.tree import ContextTree
 from forkserve.types import JobClass, NodeMode, RowCopy
@@ -41,7 +43,7 @@ class Core:
         self.clock = backend.clock
         # Rows that any layer of the model sees, if each has a window; 0: all of them.
         self.window = int(backend.info.extra.get("window") or 0)
-        self.lost: set[ContextTree] = set()  # need rows that were given back
+        self.lost: set[Task] = set()  # need rows that were given back
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.pool = PagePool(
@@ -67,6 +69,7 @@ class Core:
         self.flying = False  # a batch runs
         self.driver: int | None = None  # thread that runs a tick
         self.in_flight: set[str] = set()  # sessions with a work in the running batch
+        self.writing: Collection[Node] = ()  # nodes whose rows the running batch writes
         self.pending: list[tuple[list[RowCopy], list[int]]] = []  # copies to run, pages pinned
         self._serial = 0
         self.speculated = 0  # tokens of speculation run so far
@@ -114,16 +117,20 @@ class Core:
         self.changed.notify_all()
 
     def requeue(self, task: Task) -> None:
-        """Queue a task again after its class changed."""
+        """Queue a task again after its rows or its class changed; if none is left it ends."""
         self.scheduler.remove(task)
         task.refresh()
-        self.scheduler.submit(task)
+        if task.remaining:
+            self.scheduler.submit(task)
+        else:  # another path has computed what it speculated on
+            self.finish(task)
 
     def finish(self, task: Task, error: BaseException | None = None) -> None:
         """Take a task out, with the error that ended it if any."""
         if task.done:
             return
         task.done, task.error = True, error
+        self.lost.discard(task)
         self.finished += 1
         self.scheduler.remove(task)
         if self.tasks.get((task.session, task.node)) is task:
@@ -133,10 +140,21 @@ class Core:
         handle = task.generation_handle
         if handle is not None and not handle.done:
             handle.end("error" if error else "cancelled", error)
-        for parked in self.parked:
+        waited, self.parked = self.parked, []
+        for parked in waited:
             parked.parked = parked.held = False
-        self.parked.clear()
+            if not parked.done:
+                self.requeue(parked)  # some of its rows may have gone
         self.changed.notify_all()
+
+    def release(self, task: Task) -> None:
+        """The task's generation has ended: so has the task, unless the model is asked here too."""
+        if task.probing and not task.done:
+            task.generation_handle = None
+            self.requeue(task)
+            self.changed.notify_all()
+        else:
+            self.finish(task)
 
     def sweep(self) -> None:
         """Cancel generations whose iterator was dropped while the engine was busy."""
@@ -144,7 +162,7 @@ class Core:
             handle = task.generation_handle
             if handle is not None and handle.abandoned:
                 handle.end("cancelled")
-                self.finish(task)
+                self.release(task)
 
     def ensure(
         self,
@@ -226,40 +244,34 @@ class Core:
         self,
         wanted: int,
         preempt: Callable[[], bool] = lambda: False,
-        keep: Iterable[Node] = (),
+        keep: Mapping[Node, int] = MappingProxyType({}),
     ) -> bool:
         """Free pages for committed work; see `forkserve.control.pressure`."""
-        return make_room(
-            wanted,
-            self.pool,
-            self.index,
-            self.trees.values(),
-            self.tasks.values(),
-            self.clock.now_ms(),
-            drain=self.drain,
-            dropped=self.before_eviction,
-            preempt=preempt,
-            keep=keep,
-        )
+        return make_room(self, wanted, preempt, keep)
 
     def drop_rows(self, tree: ContextTree, node: Node, reason: str = "preempted") -> None:
-        """Evict a node's KV; its tokens stay."""
-        self.before_eviction(tree, node, reason)
-        evict(tree, node)
+        """Evict a node's KV as far as no rows below rest on it; its tokens stay."""
+        self.shed(tree, node, resting(node), None, reason)
 
-    def before_eviction(self, tree: ContextTree, node: Node, reason: str = "pages") -> None:
-        """Book-keeping for a node whose rows are about to go."""
-        if node.segments:
-            self.count.evicted_nodes += 1
-            self.journal.evicted(tree, node, reason)
+    def shed(
+        self, tree: ContextTree, node: Node, keep: int, wanted: int | None, reason: str = "pages"
+    ) -> None:
+        """Drop rows from the end of a node (`forkserve.tree.eviction.shed`), and note what went."""
         if node.parent is None:
             tree.reached = max(tree.reached, node.kv_end)
-        self.count.wasted += node.speculated
-        node.speculated = 0
-        task = self.tasks.get((tree.session, node.id))
-        if task is not None and task.kind is JobClass.SPEC:
-            self.count.refusals["pages"] += 1
-            self.finish(task)
+        rows = shed(tree, node, keep, wanted)
+        if rows:
+            self.count.evicted_nodes += 1
+            self.journal.evicted(tree, node, rows, reason)
+        lost = min(rows, node.speculated)
+        self.count.wasted += lost
+        node.speculated -= lost
+        # Speculation that would have to begin with these rows has lost its place.
+        for task in [t for t in self.tasks.values() if rows and t.tree is tree]:
+            spec = task.kind is JobClass.SPEC
+            if spec and path_rows(task.target).get(node, 0) > node.kv_end:
+                self.count.refusals["pages"] += 1
+                self.finish(task)
 
     def publish(self, tree: ContextTree, node: Node) -> None:
         """Enter what is new and full on the committed main line into the prefix index."""
@@ -295,7 +307,10 @@ class Core:
         self.due_ms = min(self.due_ms, deadline_ms)
 
     def expire(self, now_ms: float) -> int:
-        """Drop the KV of residuals whose time is over, leaves first; returns how many nodes."""
+        """Drop the KV of residuals whose time is over, leaves first; returns how many nodes.
+
+        What rows below rest on stays until they go.
+        """
         if now_ms < self.due_ms:
             return 0
         expired, self.due_ms = 0, inf
@@ -304,12 +319,13 @@ class Core:
                 due = node.ttl_deadline_ms
                 if due is None or node.mode is NodeMode.COMMIT:
                     continue
-                if due <= now_ms and all(child.evicted for child in node.children.values()):
-                    node.ttl_deadline_ms = None
+                if due <= now_ms:
                     self.drop_rows(tree, node, "expired")
-                    expired += 1
-                else:
-                    self.due_ms = min(self.due_ms, max(due, now_ms + 1.0))
+                    if not node.segments:
+                        node.ttl_deadline_ms = None
+                        expired += 1
+                        continue
+                self.due_ms = min(self.due_ms, max(due, now_ms + 1.0))
         self.count.expired_nodes += expired
         return expired
 
@@ -370,7 +386,6 @@ class Core:
         tree.dead.clear()
         self.journal.closed(tree.session)
         self.drop_copies()
-        self.lost.discard(tree)
         del self.trees[tree.session], self.experience[tree.session]
         self.planner.ledger.release_session(tree.session)
         if not any(other.tenant == tree.tenant for other in self.trees.values()):

@@ -33,8 +33,8 @@ class Journal(Protocol):
         """What the planner made of requests to speculate."""
         ...
 
-    def evicted(self, tree: ContextTree, node: Node, reason: str) -> None:
-        """The rows of a node are about to go: pages, expired, preempted, device_budget."""
+    def evicted(self, tree: ContextTree, node: Node, rows: int, reason: str) -> None:
+        """So many rows of a node went: pages, expired, preempted, window, device_budget."""
         ...
 
     def tool_returned(self, session: str, tool: str, output: Sequence[int] | None) -> None:
@@ -59,7 +59,7 @@ class NullJournal:
 
     def speculated(self, session: str, answers: dict[int, Speculation]) -> None: ...
 
-    def evicted(self, tree: ContextTree, node: Node, reason: str) -> None: ...
+    def evicted(self, tree: ContextTree, node: Node, rows: int, reason: str) -> None: ...
 
     def tool_returned(self, session: str, tool: str, output: Sequence[int] | None) -> None: ...
 

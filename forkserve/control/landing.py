@@ -30,7 +30,7 @@ class Landing:
         core, now = self.core, self.core.clock.now_ms()
         core.count.forward_passes += bool(flight.entries)
         ran = Ran()
-        core.in_flight = set()
+        core.in_flight, core.writing = set(), ()
         self._unpin(flight)
         for entry, out in zip(flight.entries, result.results, strict=True):
             try:
@@ -145,7 +145,7 @@ class Landing:
     def _undo(self, flight: Flight) -> None:
         """Give back what was reserved; the tasks stay queued as they were."""
         core = self.core
-        core.in_flight = set()
+        core.in_flight, core.writing = set(), ()
         self._unpin(flight)
         for entry in reversed(flight.entries):
             for held in reversed(entry.reservations()):

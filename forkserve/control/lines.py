@@ -140,7 +140,7 @@ def retract(core: Core, tree: ContextTree, owner: Node, later: Sequence[Node], l
     if owner.length > length:
         core.forget(tree, owner)
         del owner.tokens[length - owner.alias_len :]
-        owner.known = min(owner.known, length)
+        owner.known, owner.floor = min(owner.known, length), min(owner.floor, length)
         if owner.kv_end > length:
             cut(tree, owner, length)
         if owner.published * core.pool.page_size > length:

@@ -133,7 +133,6 @@ def _share(core: Core, tree: ContextTree, node: Node) -> int:
     parts = [span for span in spans(tree, source, end) if span.start >= begin]
     core.copy_later(copy_plan(parts, begin, pages, core.pool.page_size))
     node.segments.append(new_segment(begin, pages, end))
-    node.evicted = False
     for number, page in enumerate(pages):
         core.pool.valid[page] = min(core.pool.page_size, end - begin - number * core.pool.page_size)
     return rows

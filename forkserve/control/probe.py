@@ -20,10 +20,11 @@ Text = tuple[int, ...]
 
 
 class Probe:
-    """Texts behind one node; rows[i] are the logits [V] after text i."""
+    """Texts behind the first `at` tokens of a path; rows[i] are the logits [V] after text i."""
 
-    def __init__(self, texts: Sequence[Text]) -> None:
+    def __init__(self, texts: Sequence[Text], at: int) -> None:
         self.texts = list(texts)
+        self.at = at
         self.rows: dict[int, FloatArray] = {}
 
     def pending(self) -> list[int]:

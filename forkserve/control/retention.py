@@ -12,7 +12,7 @@ from forkserve.config import ForkServeConfig
 from forkserve.errors import ConfigError
 from forkserve.types import NodeMode
 
-__all__ = ["EvictRank", "evict_key", "evict_rank", "relative_idleness", "ttl_s"]
+__all__ = ["EvictRank", "evict_key", "evict_rank", "expected_ms", "relative_idleness", "ttl_s"]
 
 _PAGE_S = 0.05  # s of life that each page of a residual adds: a big one costs more to bring back
 
@@ -79,3 +79,12 @@ def evict_key(
 ) -> tuple[int, float]:
     """Sort key, smallest first out: by `EvictRank`, then the relatively most idle."""
     return -evict_rank(mode, live_children), -relative_idleness(node_s, session_s)
+
+
+def expected_ms(recompute_ms: float, idle_ms: float) -> float:
+    """What dropping rows is likely to cost, per ms: less for those that nobody asked for in long.
+
+    recompute_ms: time to bring them back.  A node that was idle for t ms is taken to be needed
+    again in about another t ms.
+    """
+    return recompute_ms / (idle_ms + 1.0)

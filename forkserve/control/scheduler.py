@@ -253,35 +253,39 @@ class Scheduler:
 
         By class, then the tenant with the least service, then program-FCFS: a program's place in
         line falls back by `aging_ms` with each tick of service it gets, so the one behind it
-        overtakes after a bounded number of them.  A root that has waited `aging_ms` counts as a
-        tail, or a stream of tails could keep it waiting for ever.
+        overtakes after a bounded number of them.  One that has waited `aging_ms` for service counts
+        as the class above, and so on: a stream of tails, or more generations than a tick has room
+        for, could keep it waiting for ever.
         """
         config = self.config
         counters = {tenant: self.meter.counter(tenant) for tenant in {j.tenant for j in jobs}}
 
-        def place(job: Job) -> tuple[int, float, float, float, int]:
+        def due_ms(job: Job) -> float:
             program = self._programs[job.session]
-            due_ms = program.arrived_ms + config.aging_ms * program.service
-            kind = job.kind
-            if kind is JobClass.ROOT and now_ms - job.submitted_ms >= config.aging_ms:
-                kind = JobClass.TAIL
-            return kind, counters[job.tenant], due_ms, job.attained, self._order[job]
+            return program.arrived_ms + config.aging_ms * program.service
+
+        def rank(job: Job) -> int:
+            waited = int(max(now_ms - due_ms(job), 0.0) / config.aging_ms)
+            return max(job.kind - waited, JobClass.DECODE)
+
+        def place(job: Job) -> tuple[int, float, float, float, int]:
+            return rank(job), counters[job.tenant], due_ms(job), job.attained, self._order[job]
+
+        def urgent(job: Job) -> int:
+            return int(rank(job) == JobClass.DECODE)
+
+        def most(job: Job) -> int:
+            return 1 if job.kind is JobClass.DECODE else config.prefill_chunk
 
         jobs = one_for_each_page(sorted(jobs, key=place))[: config.max_batch_works]
         budget = self.recovery.room
-        grants: dict[Job, int] = {}
-        for job in jobs:
-            sure = min(self._rate_tokens(job), job.remaining, budget)
-            if sure:
-                grants[job] = sure
-                budget -= sure
-        for job in jobs:
-            if budget and job.kind is not JobClass.DECODE:
-                more = min(job.remaining, config.prefill_chunk) - grants[job]
-                more = max(0, min(more, budget))
+        grants = dict.fromkeys(jobs, 0)
+        for share in (urgent, self._rate_tokens, most):
+            for job in jobs:
+                more = max(0, min(min(share(job), job.remaining) - grants[job], budget))
                 grants[job] += more
                 budget -= more
-        return grants, budget
+        return {job: tokens for job, tokens in grants.items() if tokens}, budget
 
     def _rate_tokens(self, job: Job) -> int:
         """Tokens per tick that keep a job within its SLO, at least 1 [max(s_r * delta, 1)].

@@ -38,7 +38,7 @@ def jump(core: Core, task: Task, now_ms: float) -> None:
         forced += 1
     core.count.forced_tokens += forced
     if handle.done:
-        core.finish(task)
+        core.release(task)
         core.journal.changed(task.session)
     elif forced:
         core.requeue(task)  # several rows to complete now, not one

@@ -24,7 +24,8 @@ class Task(Job):
     wake_ms: not before this time (a commit gives the generation that follows it a moment to share
     its pass); the loop clears `held` then.
     serial: order of creation: when pages run out the oldest goes on.  privileged: it was the oldest
-    of several that could not all go on; the others wait until it is done.
+    of several that could not all go on; the others wait until it is done.  compact: its path has
+    given up all its rows once, to have them in as few pages as can be.
     """
 
     tree: ContextTree
@@ -35,6 +36,7 @@ class Task(Job):
     wake_ms: float = 0.0
     serial: int = 0
     privileged: bool = False
+    compact: bool = False
     parked: bool = False  # waits, without rows, until another task ends
     error: BaseException | None = None
     done: bool = False

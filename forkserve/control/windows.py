@@ -1,4 +1,4 @@
-"""Sliding windows: giving pages back as a main line grows, and starting over where that was wrong.
+"""Sliding windows: giving pages back as a tree grows, and starting over where that was wrong.
 
 Only for a model whose layers all have a window (`ModelInfo.extra["window"]`).
 """
@@ -9,16 +9,16 @@ from collections.abc import Iterable
 
 from forkserve.control.core import Core
 from forkserve.control.task import Task
-from forkserve.tree.rows import missing
+from forkserve.tree.node import Node
 from forkserve.tree.spine import take_prefix
 from forkserve.tree.tree import ContextTree
-from forkserve.tree.window import give_back, in_reach
+from forkserve.tree.window import give_back, lost, next_row
 
 __all__ = ["readable", "regain", "slide"]
 
 
 def slide(core: Core, trees: Iterable[ContextTree]) -> int:
-    """Give back what fell out of the window of these main lines; returns pages freed.
+    """Give back what fell out of every window of these trees; returns pages freed.
 
     Between batches only: no row of theirs is reserved or read then.
     """
@@ -26,27 +26,38 @@ def slide(core: Core, trees: Iterable[ContextTree]) -> int:
     for tree in trees:
         if core.pending or core.trees.get(tree.session) is not tree:
             continue  # copies that are still to run name pages of any line
-        if all(task.target is tree.tip for task in core.tasks.values() if task.tree is tree):
-            freed += give_back(tree, core.window)
+        ends: set[Node] = {task.target for task in core.tasks.values() if task.tree is tree}
+        freed += give_back(tree, core.window, ends)
     return freed
 
 
 def readable(core: Core, task: Task) -> bool:
     """True unless the next rows of a task would read rows that were given back."""
-    parts = missing(task.target, task.end())
-    owner, begin = (parts[0][0], parts[0][1]) if parts else (task.target, task.target.length - 1)
-    return in_reach(task.tree, owner, begin, core.window)
+    return _next_row(core, task)[2]
 
 
-def regain(core: Core, tree: ContextTree) -> None:
-    """Drop what is left of a session's rows: all of them come back, from position 0.
+def _next_row(core: Core, task: Task) -> tuple[Node, int, bool]:
+    again = task.probe.at - 1 if task.probe is not None and task.probing else None
+    return next_row(task.tree, task.target, task.end(), core.window, again)
 
-    The row at the floor depends on rows before it, layer by layer, so those that are gone can't be
-    computed from those that stayed.  Where the prefix index still has the pages they are taken.
+
+def regain(core: Core, task: Task) -> None:
+    """Drop what a task's path has to compute again, from further up, before it can go on.
+
+    A row depends on rows before it, layer by layer, so those that are gone can't be computed from
+    what stands behind them.  Other branches keep theirs.  Where the prefix index still has the
+    pages of a root they are taken.
     """
-    for node in sorted(tree, key=lambda n: -n.id):  # a child's id is above its parent's
-        core.drop_rows(tree, node, "window")
-    if core.config.prefix_index:
+    tree = task.tree
+    owner, begin, there = _next_row(core, task)
+    if there:
+        return
+    for node in lost(tree, owner, begin, core.window):
+        core.shed(tree, node, 0, None, "window")
+        node.floor = 0
+        tree.epoch += 1
+    if core.config.prefix_index and not tree.root.segments:
         take_prefix(tree, core.index)
-    for task in [t for t in core.tasks.values() if t.tree is tree]:
-        core.requeue(task)
+    for other in [t for t in core.tasks.values() if t.tree is tree]:
+        if not other.done:
+            core.requeue(other)

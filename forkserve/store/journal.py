@@ -148,10 +148,9 @@ class TreeJournal:
         sql = f"DELETE FROM tool_output WHERE id IN ({old} LIMIT -1 OFFSET {OUTPUTS})"
         self._note(shadow, sql, (session, tool))
 
-    def evicted(self, tree: ContextTree, node: Node, reason: str) -> None:
+    def evicted(self, tree: ContextTree, node: Node, rows: int, reason: str) -> None:
         """Note that committed rows left their pages."""
         if committed(node):
-            rows = node.kv_end - node.kv_begin
             self.decided(tree.session, node.id, "evict", "dropped", reason, rows)
 
     def speculated(self, session: str, answers: dict[int, Any]) -> None:

@@ -61,9 +61,9 @@ class Node:
 
     known: absolute position up to which the tokens are certain (the rest is a guess).
     line: which committed line a Commit or Idle node belongs to (MAIN_LINE, or an attempt's).
-    evicted: its KV was dropped; it comes back by prefill.  published: full pages, counted from
-    position 0, that the prefix index knows, with `digest` at their end.
-    floor: rows of the path below it were given back on purpose (`forkserve.tree.window`).
+    published: full pages, counted from position 0, that the prefix index knows, with `digest` at
+    their end.  floor: rows of the path below it were given back on purpose
+    (`forkserve.tree.window`).
     """
 
     id: int
@@ -78,7 +78,6 @@ class Node:
     known: int = 0
     children: dict[int, Node] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
-    evicted: bool = False
     published: int = 0
     digest: bytes = b""
     floor: int = 0
@@ -119,6 +118,11 @@ class Node:
             ):
                 return self.segments[number]
         return None
+
+    @property
+    def evicted(self) -> bool:
+        """None of its rows is in a page: they were dropped, or never computed."""
+        return not self.segments
 
     @property
     def live(self) -> bool:

@@ -20,13 +20,12 @@ from forkserve.types import NodeMode, RowCopy, Span
 
 __all__ = [
     "Reservation",
+    "begun",
     "cut",
-    "evict",
     "fence",
     "missing",
     "release",
     "reserve",
-    "resident",
     "rollback",
     "settle",
     "spans",
@@ -65,9 +64,7 @@ def missing(node: Node, upto: int) -> list[tuple[Node, int, int]]:
     """
     parts: list[tuple[Node, int, int]] = []
     need, current = upto, node
-    while True:
-        if need <= current.floor:
-            return parts[::-1]
+    while need > current.floor:
         if current.segments:
             if current.kv_end < need:
                 parts.append((current, current.kv_end, need))
@@ -76,9 +73,10 @@ def missing(node: Node, upto: int) -> list[tuple[Node, int, int]]:
             begin = max(_inherited(current), current.floor)
             parts.append((current, begin, need))
             need = begin
-        if current.parent is None or need == 0:
-            return parts[::-1]
+        if current.parent is None or need <= current.floor:
+            break
         current = current.parent
+    return parts[::-1]
 
 
 def _inherited(node: Node) -> int:
@@ -184,7 +182,7 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
         source = before.pages[(begin - before.start) // size]
         copies.append(RowCopy(source, 0, fresh[0], 0, rest))
     node.segments.append(segment)
-    resident(node)
+    begun(node)
     write = Span(segment.key, segment.pages, begin, count, begin - start)
     return Reservation(node, segment, begin, count, write, copies, fresh, created=True)
 
@@ -233,18 +231,12 @@ def release(tree: ContextTree, node: Node) -> int:
     return freed
 
 
-def evict(tree: ContextTree, node: Node) -> int:
-    """Drop a node's rows but keep its tokens; it is recomputed when needed."""
-    assert all(child.evicted for child in node.children.values()), "a live child maps these rows"
-    node.evicted = True
-    return release(tree, node)
-
-
 def cut(tree: ContextTree, node: Node, position: int) -> int:
     """Drop the node's rows from `position` on; returns how many pages became free."""
-    pool, freed = tree.pool, 0
-    while node.segments and node.segments[-1].start >= position:
-        freed += pool.decref(node.segments.pop().pages)
+    pool, freed, held = tree.pool, 0, node.segments
+    # A packed tail that only repeats rows of the segment before goes too.
+    while held and (held[-1].start >= position or (len(held) > 1 and held[-2].end >= position)):
+        freed += pool.decref(held.pop().pages)
     if node.segments and node.segments[-1].end > position:
         segment = node.segments[-1]
         keep = pool.pages_for(position - segment.start)
@@ -279,32 +271,32 @@ def _grow(tree: ContextTree, node: Node, segment: Segment, begin: int, count: in
             kept[-1] = fresh[0]
             tree.epoch += 1
         segment.pages = kept + fresh[borrowed:]
-    resident(node)
     write = Span(segment.key, segment.pages, begin, count, begin - segment.start)
     return Reservation(node, segment, begin, count, write, copies, fresh, dropped, before)
 
 
-def resident(node: Node) -> None:
-    """The node is about to have rows: it and what is above it count as present again."""
-    node.evicted = False
-    if node.kv_begin < node.floor:
-        node.floor = 0  # computed afresh, from where its tokens begin
-    for above in node.ancestors():
-        if not above.evicted:
-            break
-        above.evicted = False
+def begun(node: Node) -> None:
+    """A segment was begun: a first one, where the node's tokens begin, stands on the rows above."""
+    if len(node.segments) == 1 and node.kv_begin <= node.alias_len:
+        node.floor = 0
 
 
 def _watched(node: Node, segment: Segment) -> bool:
-    """True while a live child sees rows of this segment."""
-    return any(node.segment_at(child.alias_len) is segment for child in node.children.values())
+    """True while a live child sees rows of this segment up to its end."""
+    return any(
+        child.alias_len <= segment.end and node.segment_at(child.alias_len) is segment
+        for child in node.children.values()
+    )
 
 
 def _segment_at(node: Node | None, position: int) -> Segment | None:
-    """The segment that holds row position - 1 for a child that begins at `position`."""
+    """The segment that holds row position - 1 for a child that begins at `position`.
+
+    None if that row was given back.
+    """
     while node is not None and position > 0:
         if (segment := node.segment_at(position)) is not None:
-            return segment
+            return segment if segment.end >= position else None
         node = node.parent
     return None
 
@@ -336,6 +328,7 @@ def _adopt(tree: ContextTree, node: Node, begin: int, rest: int) -> Segment:
         parent.segments.pop()
     taken = new_segment(begin - rest, [page], begin)
     node.segments.append(taken)
+    begun(node)
     tree.epoch += 1
     return taken
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from forkserve.tree.index import PrefixIndex, root_digest
+from forkserve.tree.index import PrefixIndex, page_digest, root_digest
 from forkserve.tree.node import Node, Segment, new_segment
 from forkserve.tree.rows import cut, missing, spans
 from forkserve.tree.tree import ContextTree
@@ -19,6 +19,7 @@ __all__ = [
     "realignable",
     "take_prefix",
     "trim",
+    "unpublish",
 ]
 
 
@@ -42,7 +43,7 @@ def take_prefix(tree: ContextTree, index: PrefixIndex) -> int:
     end = start + len(pages) * size
     key = ("prefix", start, digest)
     root.segments.append(Segment(key, start, pages, end, sealed=True, shared=True))
-    root.published, root.digest, root.evicted = have + len(pages), digest, False
+    root.published, root.digest = have + len(pages), digest
     tree.epoch += 1
     return end - before
 
@@ -77,6 +78,24 @@ def publish(tree: ContextTree, index: PrefixIndex, node: Node) -> int:
     index.touch(entered)
     node.published, node.digest = done, digest
     return done - begin
+
+
+def unpublish(tree: ContextTree, node: Node, rows: int) -> None:
+    """Rows of a node from position `rows` on went: those pages do not count as published by it.
+
+    Nodes below that have no row of their own may count them too.
+    """
+    size = tree.pool.page_size
+    for member in node.subtree():
+        if member.published * size <= rows or (member is not node and member.segments):
+            continue
+        member.published, member.digest = 0, b""
+        if member is node and rows > node.alias_len:
+            done, digest = _published(tree, node)
+            for number in range(done, rows // size):
+                ids = tree.tokens(node, number * size, (number + 1) * size)
+                digest = page_digest(digest, ids)
+            node.published, node.digest = max(done, rows // size), digest
 
 
 def _complete(node: Node) -> int:
@@ -143,7 +162,9 @@ def realignable(tree: ContextTree, tip: Node) -> tuple[list[Node], int] | None:
     as after every generation, are none.  One that gave rows back will not be published any more.
     """
     size = tree.pool.page_size
-    if tree.root.floor or tip.children or not tip.segments or missing(tip, tip.kv_end):
+    if tip.children or not tip.segments or missing(tip, tip.kv_end):
+        return None
+    if any(node.floor for node in (tip, *tip.ancestors())):
         return None
     chain: list[Node] = []
     crooked: int | None = None

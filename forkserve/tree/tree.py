@@ -160,7 +160,6 @@ class ContextTree:
         last = parent.segments[-1] if parent.segments else None
         if last is not None and last.end >= at and parent.segment_at(at) is last:
             last.sealed = True  # rows still pending seal it when they are written
-        node.evicted = parent.evicted
         node.generation = parent.generation
         return node
 

@@ -1,24 +1,31 @@
 """Giving back rows that fell out of every window.
 
 A page spans all layers, so rows can go only where every layer has a sliding window.  Of w, the
-longest of them, the row at position p reads the rows (p - w, p], itself included::
+longest of them, the row at position p reads the rows (p - w, p], itself included.  What goes is the
+beginning of a node, once no end of the tree below reads it::
 
-    position   0 ............. floor ............ end
-    rows       [-- given back --|---- kept ------)        end - floor >= w
-    tables     nodes below `floor` list no page; the first one kept begins there
+    trunk      [-- given back --|-- kept --)                 the attempts still read its end
+    attempt 1                              [-- kept --)
+    attempt 2                              [-- given back --|-- kept --)
+                                                            floor
 
-`Node.floor` says that this was done on purpose: such rows count as there (`missing`), and a work
-that would need one is found by `in_reach` before it runs.  A row depends on *layers* times w
-positions before it, so nothing short of position 0 brings back a row that is gone.
+`Node.floor` says that this was done on purpose: rows of the path below it count as there
+(`missing`), and a work that would need one is found by `in_reach` before it runs.  A row depends on
+*layers* times w positions before it, so one that is gone comes back only from a place before which
+a whole window is left (`lost`), or from position 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from math import inf
+
 from forkserve.tree.node import Node, new_segment
 from forkserve.tree.rows import missing, spans
 from forkserve.tree.tree import ContextTree
+from forkserve.types import NodeMode
 
-__all__ = ["give_back", "in_reach"]
+__all__ = ["give_back", "in_reach", "lost", "next_row"]
 
 
 def in_reach(tree: ContextTree, node: Node, begin: int, window: int) -> bool:
@@ -33,52 +40,99 @@ def in_reach(tree: ContextTree, node: Node, begin: int, window: int) -> bool:
     return bool(parts) and parts[0].start <= low
 
 
-def give_back(tree: ContextTree, window: int) -> int:
-    """Drop whole pages of the main line that no later position reads; returns pages freed.
+def next_row(
+    tree: ContextTree, node: Node, upto: int, window: int, again: int | None = None
+) -> tuple[Node, int, bool]:
+    """The next row to compute before [0, upto) of a path is there: the node that owns it, its
+    position, and whether what it reads is in pages.  again: what is computed anew if all rows are
+    there; None is the last one."""
+    parts = missing(node, upto)
+    last = max(node.length - 1, 0) if again is None else again
+    owner, begin = parts[0][:2] if parts else (node, last)
+    return owner, begin, in_reach(tree, owner, begin, window)
 
-    Only while the tree is that line alone: a branch may fork, or leave it, at any place before.
-    One row more than the window stays, since the last token may be replayed for its logits.
+
+def give_back(
+    tree: ContextTree, window: int, ends: Collection[Node] = (), *, others: bool = True
+) -> int:
+    """Drop whole pages from the beginning of nodes that no end reads any more; returns pages freed.
+
+    An end is where a path may go on: the tip of a line, a leaf, and those given; others=False
+    counts only those.  A guess may be cut anywhere, so it keeps its rows, and a window before the
+    place where it left.  One row more than the window stays: the last token may be replayed.
     """
-    tip, size = tree.tip, tree.pool.page_size
-    if tip.length - window - tree.root.floor < size:
-        return 0
-    chain = tree.spine()
-    if len(chain) != len(tree.nodes):  # something hangs beside it
-        return 0
-    parts = missing(tip, tip.length)
-    low = (parts[0][1] if parts else tip.length) - window
-    found = _at(chain, low)
-    if found is None:
-        return 0
-    first, number = found
-    node = chain[first]
-    segment = node.segments[number]
-    count = (low - segment.start) // size
-    floor = segment.start + count * size
-    if floor <= tree.root.floor or segment.end <= floor:
-        return 0
-    gone = segment.pages[:count]
-    for above in [*(s for n in chain[:first] for s in n.segments), *node.segments[:number]]:
-        gone += above.pages
-    for member in chain[:first]:
-        member.segments = []
-    rest = new_segment(floor, segment.pages[count:], segment.end)
-    rest.sealed, rest.shared = segment.sealed, segment.shared
-    node.segments = [rest, *node.segments[number + 1 :]]
-    for member in chain:
-        member.floor = floor
-    tree.epoch += 1
+    low: dict[Node, float] = {}
+    for node in tree:
+        if not others and node not in ends:
+            continue
+        if node.mode is NodeMode.SPEC and node.parent is not None:
+            low[node] = 0
+            _need(node.parent, node.alias_len - window, low)
+        elif not node.children or tree.tips.get(node.line) is node or node in ends:
+            owner, begin, there = next_row(tree, node, node.length, window)
+            if there:  # else its rows come again from further up, whatever is kept
+                whole = owner is node and begin == node.length - 1
+                _need(owner, begin + whole - window, low)
+    gone: list[int] = []
+    for node in tree:
+        if node.segments:
+            gone += _drop_below(tree, node, low.get(node, inf))
+    if gone:
+        for node in tree:
+            above = node.parent if node.segments and node.kv_begin > node.floor else None
+            if above is not None and not spans(tree, above, node.kv_begin):
+                node.floor = node.kv_begin  # it can do without what was above it
     return tree.pool.decref(gone)
 
 
-def _at(chain: list[Node], low: int) -> tuple[int, int] | None:
-    """Number of the node, and of its segment, from which the end of the chain reads row `low`.
+def _need(node: Node, position: int, low: dict[Node, float]) -> None:
+    """A path that goes on at or below `node` reads its rows from `position` on."""
+    current: Node | None = node
+    while current is not None:
+        low[current] = min(low.get(current, inf), position)
+        if position >= current.kv_begin or (current.segments and current.kv_begin <= current.floor):
+            return
+        current = current.parent
 
-    A segment repeats rows of the one before it where a tail was packed: the last one counts.
+
+def _drop_below(tree: ContextTree, node: Node, position: float) -> list[int]:
+    """Take the pages of a node whose rows are all below `position` off its table."""
+    gone: list[int] = []
+    end = node.kv_end
+    while node.segments and node.segments[0].end <= position:
+        gone += node.segments[0].pages
+        node.segments = node.segments[1:]
+    if node.segments and node.segments[0].start < position:
+        first, size = node.segments[0], tree.pool.page_size
+        count = int(position - first.start) // size
+        if count:
+            gone += first.pages[:count]
+            rest = new_segment(first.start + count * size, first.pages[count:], first.end)
+            rest.sealed, rest.shared = first.sealed, first.shared
+            node.segments = [rest, *node.segments[1:]]
+    if gone:
+        node.floor = node.kv_begin if node.segments else end
+        for head in node.segments[:1]:  # where a packed tail repeated them it is seen now
+            children = node.children.values()
+            head.sealed |= any(head.start < child.alias_len <= head.end for child in children)
+        tree.epoch += 1
+    return gone
+
+
+def lost(tree: ContextTree, node: Node, begin: int, window: int) -> list[Node]:
+    """Nodes whose rows must go, last ones first, so that row `begin` of a path can be computed.
+
+    Those are the nodes of the path, up to the first one above that still has a whole window of rows
+    before the place where the path leaves it, and whatever rests on their rows.
     """
-    for first in range(len(chain) - 1, -1, -1):
-        segments = chain[first].segments
-        for number in range(len(segments) - 1, -1, -1):
-            if segments[number].start <= low:
-                return first, number
-    return None
+    doomed: set[Node] = set()
+    current: Node | None = node
+    while current is not None and (
+        missing(current, begin) or not in_reach(tree, current, begin, window)
+    ):
+        doomed.add(current)
+        begin, current = current.alias_len, current.parent
+    for member in tree:  # parents come first
+        if member.parent in doomed and (not member.segments or member.kv_begin > member.floor):
+            doomed.add(member)
+    return [member for member in reversed(tree.nodes.values()) if member in doomed]

@@ -16,6 +16,7 @@ import forkserve.api as api_module
 import forkserve.control.boarding as boarding_module
 import forkserve.control.commit as commit_module
 import forkserve.control.core as core_module
+import forkserve.tree.eviction as eviction_module
 import forkserve.tree.index as index_module
 import forkserve.tree.rows as rows_module
 import forkserve.tree.spine as spine_module
@@ -226,15 +227,25 @@ def _entry_outlives_page() -> Fault:
 
 
 def _eviction_keeps_the_table() -> Fault:
-    original = rows_module.release
+    original = core_module.shed
 
-    def release(tree: ContextTree, node: Node) -> int:
-        kept = list(node.segments)
-        freed = original(tree, node)
+    def shed(tree: ContextTree, node: Node, *args: Any) -> int:
+        kept = [replace(segment) for segment in node.segments]
+        rows = original(tree, node, *args)
         node.segments = kept
-        return freed
+        return rows
 
-    return _patched(rows_module, "release", release)
+    return _patched(core_module, "shed", shed)
+
+
+def _too_much_goes() -> Fault:
+    """A page more than may go: rows of a branch stand on it."""
+    original = eviction_module._last
+
+    def last(tree: ContextTree, node: Node, keep: int) -> Any:
+        return original(tree, node, max(keep - tree.pool.page_size, 0))
+
+    return _patched(eviction_module, "_last", last)
 
 
 def _short_context() -> Fault:
@@ -269,6 +280,7 @@ FAULTS: dict[str, Fault] = {
     "a pinned page is written": _patched(PagePool, "writable", lambda self, page: True),
     "duplicates are not folded": _patched(spine_module, "_replace", lambda *a: None),
     "an evicted table is still read": _eviction_keeps_the_table(),
+    "a page that a branch stands on goes": _too_much_goes(),
     "a hole in the path is skipped": _short_context(),
     "copies are not made": _batches(lambda mock, batch: batch.copies.clear()),
 }

@@ -14,6 +14,7 @@ from forkserve.control.flight import Ran
 from forkserve.control.loop import Loop
 from forkserve.engine import MockBackend
 from forkserve.tree.node import Node
+from forkserve.tree.rows import missing, spans
 from forkserve.types import GREEDY, NodeMode, SamplingParams
 
 from .strict import StrictMock
@@ -85,6 +86,36 @@ def cold(
         eng = Engine(backend)
         _known[key] = tuple(eng.generate(eng.open(prompt).id, count, params=params))
     return list(_known[key])
+
+
+_rows: dict[tuple[tuple[int, ...], int], bytes] = {}
+
+
+def cold_rows(tokens: Sequence[int], window: int = 0) -> bytes:
+    """The KV rows of these tokens in an engine that has never seen anything else."""
+    key = tuple(tokens), window
+    if key not in _rows:
+        backend = MockBackend(_COLD, window=window)
+        backend.info.extra.clear()
+        eng = Engine(backend)
+        tree = eng.tree(eng.open(tokens).id)
+        _rows[key] = bytes(backend.read_rows(spans(tree, tree.root, len(tokens))))
+    return _rows[key]
+
+
+def assert_rows_as_cold(eng: Engine, session: str) -> None:
+    """Every row that a path of the session can read has the bits that a cold engine computes."""
+    while core(eng).pending:
+        tick(eng)
+    tree, backend = eng.tree(session), mock(eng)
+    for one in tree:
+        end = one.kv_end
+        if missing(one, end) or not (parts := spans(tree, one, end)):
+            continue
+        rows = bytes(backend.read_rows(parts))
+        want = cold_rows(tree.tokens(one, 0, end), backend.window)
+        assert want[len(want) - len(rows) :] == rows, f"rows of node {one.id}"
+        assert len(rows) == len(want) * (end - parts[0].start) // end
 
 
 @contextmanager

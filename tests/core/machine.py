@@ -19,6 +19,7 @@ from forkserve.types import SamplingParams
 from .harness import (
     Alphabet,
     assert_nothing_left,
+    assert_rows_as_cold,
     cold,
     engine,
     snapshot,
@@ -222,11 +223,11 @@ class Bench(RuleBasedStateMachine):
     def assert_excused(self, model: TreeModel, node: int, count: int) -> None:
         """Running out must be true: alone, a path that fits the pool must get through.
 
-        The nodes of a path keep all their rows, also those after the place where it leaves them.
+        Where a branch leaves it a page may be filled in part only, and one more while it is copied.
         """
         path = model.path(node)
-        longest = max(len(model.nodes[member].full) for member in path)
-        need = (longest + count) // self.page + 2 * len(path) + 2
+        places = {child.base for member in path for child in model.children(member)}
+        need = -(-(len(model.nodes[node].full) + count) // self.page) + len(places) + 1
         assert self.running or need >= self.capacity, (
             f"out of pages with {need} wanted of {self.capacity} and nothing else running"
         )
@@ -320,7 +321,9 @@ class Bench(RuleBasedStateMachine):
             run.handle.cancel()
         self.sync()
         for name, model in self.models.items():
+            assert_rows_as_cold(self.eng, name)
             for tip in model.runnable_tips():
                 self.run(name, tip, 2, self.params(name, 1))
+            assert_rows_as_cold(self.eng, name)
         self.sound()
         assert_nothing_left(self.eng)

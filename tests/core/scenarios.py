@@ -234,6 +234,26 @@ def pressure() -> None:
     done(eng)
 
 
+def half_gone() -> None:
+    """The end of a trunk goes, and what a branch stands on stays."""
+    eng = engine(capacity_pages=12, prefix_index=False)
+    s = eng.open(range(24)).id
+    kid = eng.fork(s, 1, "k", WRAP, at=14)
+    eng.speculate_set(s, {kid: 1.0})
+    while eng.drain_slack():
+        eng.check()
+    eng.attempt(s, kid)
+    eng.start(s, 9, node=kid)  # keeps the branch
+    other = eng.open(range(100, 128), prefill=False).id
+    running = eng.start(other, 3)
+    while not running.done:
+        tick(eng)
+        eng.check()
+    for name in (s, other):
+        assert_same_as_cold(eng, name)
+    done(eng)
+
+
 def joins() -> None:
     """A join reuses what it shares with an input and computes the rest."""
     for policy, tokens in (("concat", [*WRAP, *OTHER]), ("first", WRAP), ("all", [*WRAP, *OTHER])):
@@ -385,6 +405,7 @@ ALL: tuple[Callable[[], None], ...] = (
     entries_leave,
     forged_entry,
     pressure,
+    half_gone,
     joins,
     aborts,
     grandchildren,

@@ -177,3 +177,18 @@ def test_an_observation_that_would_extend_a_running_attempt_is_refused_whole() -
     running.cancel()
     assert eng.commit(h.id, h.tip, [3, 4, 9], at=12).winner == branch
     eng.check()
+
+
+def test_taken_back_behind_a_packed_tail() -> None:
+    """Rows that the tail only repeats are cut with it, in the segment before too."""
+    eng = engine(tail="pack", prefix_index=False)
+    h = eng.open(range(7))
+    eng.fork(h.id, h.tip, "x", [9])  # seals the rows up to here
+    eng.append(h.id, h.tip, [1, 2, 3])
+    eng.generate(h.id, 1)
+    root = eng.tree(h.id).root
+    assert [(s.start, s.end) for s in root.segments] == [(0, 7), (4, 10)]
+    eng.commit(h.id, h.tip, [5, 5], at=6)
+    assert [(s.start, s.end) for s in root.segments] == [(0, 6)]
+    eng.check()
+    assert_same_as_cold(eng, h.id)

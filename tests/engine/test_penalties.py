@@ -174,6 +174,8 @@ def test_what_the_engine_refuses() -> None:
     for params, match in (
         ({"logit_bias": {size: 1.0}}, f"id {size}; the vocabulary has {size} ids"),
         ({"logit_bias": {-1: 1.0}}, "id -1"),
+        ({"stop_ids": (3, size)}, f"stop_ids names id {size}; the vocabulary has {size} ids"),
+        ({"stop_ids": (-1,)}, "stop_ids names id -1"),
         ({"output_start": len(PROMPT) + 1}, "beyond the 7 tokens"),
     ):
         with pytest.raises(ConfigError, match=match):

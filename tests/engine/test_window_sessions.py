@@ -11,7 +11,9 @@ import pytest
 from forkserve import Engine
 from forkserve.engine.local import LocalBackend
 from forkserve.store import Store
+from forkserve.tree.rows import spans
 from forkserve.types import SamplingParams
+from forkserve.warming import read_range
 
 from .conftest import VOCAB, Checkpoints, reference, tiny_config
 
@@ -76,7 +78,7 @@ def test_fork_commit_evict_restore(
     witness.chose([*text[:40], 7, 8], list(eng.generate("a", 5, node=earlier, params=GO_ON)))
 
     # Another session takes the pages; the first one's rows come back by prefill.
-    other = ids(150, 3)
+    other = ids(400, 3)
     eng.open(other, session="b")
     witness.chose(other, list(eng.generate("b", 4, params=GO_ON)))
     text, computed = eng.tokens("a"), eng.stats().prefilled_tokens.committed
@@ -91,7 +93,8 @@ def test_fork_commit_evict_restore(
     # A new engine, with rows from the store.
     store = Store(tmp_path, restore="always")
     eng = Engine(LocalBackend(config, folder, kernels=kernels), store=store)
-    assert eng.resume("a").cached_tokens > 200
+    kept = not eng.backend.info.extra["window"]  # else its beginning is out of every window
+    assert (eng.resume("a").cached_tokens > 200) == kept
     assert eng.tokens("a") == text
     witness.chose(text, list(eng.generate("a", 8, params=GO_ON)))
     eng.check()
@@ -144,6 +147,72 @@ def test_pages_out_of_every_window_go(checkpoint: Checkpoints, kernels: str) -> 
     if backend.info.extra["exact"]:
         assert same == tokens
     eng.shutdown()
+
+
+def rows(eng: Engine, session: str, node: int) -> tuple[int, bytes]:
+    """Position of the first row in pages on a path, and all of them up to its last one."""
+    tree = eng.tree(session)
+    parts = spans(tree, tree.get(node), tree.get(node).kv_end)
+    backend = eng.backend
+    assert isinstance(backend, LocalBackend)
+    return parts[0].start, bytes(backend.read_rows(parts))
+
+
+def test_branches_keep_the_rows_that_their_own_end_reads(
+    checkpoint: Checkpoints, kernels: str
+) -> None:
+    """Forks, commits, aborts, eviction and forks below a floor; rows are those of a cold engine."""
+    model, folder = checkpoint("mistral", sliding_window=20)
+    witness = Witness(model)
+    config = tiny_config(capacity_pages=32, prefill_chunk=32, prefix_index=False)
+    backend = LocalBackend(config, folder, kernels=kernels)
+    all_of_it = config.replace(capacity_pages=128)
+    keeps = LocalBackend(all_of_it, folder, kernels=kernels)
+    keeps.info.extra["window"] = 0  # the engine is not told, and keeps every row
+    cold = Engine(keeps)
+    eng = Engine(backend)
+
+    def go_on(node: int, count: int) -> None:
+        text = eng.tokens("a", node)
+        got = list(eng.generate("a", count, node=node, params=GO_ON))
+        witness.chose(text, got)
+        eng.check()
+        if not backend.info.extra["exact"]:
+            return
+        first, found = rows(eng, "a", node)
+        cold.open([*text, *got[:-1]], session="cold")
+        want = spans(cold.tree("cold"), cold.tree("cold").root, len(text) + count - 1)
+        assert bytes(read_range(keeps, want, first, len(text) + count - 1)) == found
+        cold.close("cold")
+        assert first == 0 or first > len(text) - 60
+
+    eng.open(ids(150, 4), session="a")
+    go_on(1, 30)
+    kids = [eng.fork("a", 1, f"try{i}", ids(3, 5 + i)) for i in range(3)]
+    for kid in kids:
+        eng.attempt("a", kid)
+    for kid in kids * 2:
+        go_on(kid, 50)
+    assert eng.stats().live_pages <= 4 * 4  # 33 would be filled, and the pool has 32
+    assert eng.stats().evicted_nodes == 0
+    late = eng.fork("a", kids[0], "late", ids(3, 9), at=200)
+    eng.attempt("a", late)
+    for node in (late, kids[0], kids[1]):
+        go_on(node, 20)
+    early = eng.fork("a", 1, "early", ids(3, 10), at=60)
+    eng.attempt("a", early)
+    for node in (early, kids[2], 1):
+        go_on(node, 20)
+    eng.abort("a", kids[0])
+    other = ids(300, 11)  # takes most of the pages
+    eng.open(other, session="b")
+    witness.chose(other, list(eng.generate("b", 3, params=GO_ON)))
+    eng.promote("a", kids[1])
+    go_on(kids[1], 20)
+    eng.commit("a", kids[1], ids(9, 12))
+    go_on(eng.tree("a").tip.id, 20)
+    eng.shutdown()
+    cold.shutdown()
 
 
 @pytest.mark.parametrize(("family", "changes"), MODELS[1:])

