@@ -9,12 +9,12 @@ from forkserve.control.candidates import grammar_branches
 from forkserve.control.experience import UNBOUNDED_MS
 from forkserve.control.probe import Probe, choice_mass, forks
 from forkserve.control.speculation import Request, Speculation, speculate
-from forkserve.control.values import number, text
 from forkserve.decoding import Decoding
 from forkserve.errors import AdmissionRefused, NodeError, SessionError
 from forkserve.tree.node import Node
 from forkserve.tree.tree import committed
 from forkserve.types import JobClass, Tokens
+from forkserve.values import number, text
 
 __all__ = ["Speculating"]
 
