@@ -24,13 +24,13 @@ from forkserve.control.experience import Experience
 from forkserve.control.join import JoinResult, plan_join
 from forkserve.control.journal import NullJournal
 from forkserve.control.retention import ttl_s
-from forkserve.control.values import text, whole
 from forkserve.errors import ConfigError, NodeError, SessionError
 from forkserve.handle import SessionHandle
 from forkserve.tiering import Tiering
 from forkserve.tree.spine import take_prefix
 from forkserve.tree.tree import ContextTree
 from forkserve.types import JoinPolicy, NodeMode, Tokens, derive_seed
+from forkserve.values import text, whole
 from forkserve.warming import ready
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from forkserve.control.commit import CommitResult
 from forkserve.control.generation import Generation
 from forkserve.control.lines import require_known
 from forkserve.control.speculation import Speculation
-from forkserve.control.values import whole
 from forkserve.errors import ConfigError, NodeError
 from forkserve.reply import Speaker
 from forkserve.tree.node import Node
 from forkserve.tree.tree import committed as on_a_line
 from forkserve.types import NodeMode, SamplingParams, Tokens
+from forkserve.values import whole
 
 if TYPE_CHECKING:
     from forkserve.session import Session

@@ -12,13 +12,13 @@ from forkserve.control.generation import Generation
 from forkserve.control.guard import Guard
 from forkserve.control.loop import Loop
 from forkserve.control.taking import jump
-from forkserve.control.values import whole
 from forkserve.engine.counts import PathCounts
 from forkserve.errors import ConfigError, NodeError
 from forkserve.inspection import Inspection
 from forkserve.tree.node import Node
 from forkserve.tree.tree import ContextTree
 from forkserve.types import GREEDY, NodeMode, SamplingParams, derive_seed
+from forkserve.values import whole
 
 __all__ = ["Decoding"]
 

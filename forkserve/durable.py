@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from forkserve.control.experience import Experience
 from forkserve.control.lines import require_quiet
-from forkserve.control.values import text
 from forkserve.engine.protocol import Portable
 from forkserve.errors import NodeError, SessionError, StoreError
 from forkserve.handle import SessionHandle
@@ -16,6 +15,7 @@ from forkserve.restoring import Restoring
 from forkserve.tree.node import Node
 from forkserve.tree.revive import revive
 from forkserve.tree.tree import ContextTree, committed
+from forkserve.values import text
 from forkserve.warming import Warmed, hold, read_link, ready
 
 if TYPE_CHECKING:

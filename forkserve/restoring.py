@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from forkserve.control.core import Core
@@ -33,6 +35,7 @@ class Restoring(Speculating):
         super().__init__(core)
         self.store = store
         self._journal: TreeJournal | None = None
+        self._unwatch: Callable[[], None] = lambda: None
         if store is None:
             return
         if not isinstance(core.backend, Portable):
@@ -42,6 +45,7 @@ class Restoring(Speculating):
             )
         self._print = store.identify(core.backend.identity)
         core.lent = store.publisher.relieve
+        self._unwatch = store.pace.watch(partial(_passing, weakref.ref(core)))
         if store.catalog.role == "owner":
             self._journal = core.journal = store.journal(self._print, core.lock, core.meter.bill)
 
@@ -183,3 +187,9 @@ class Restoring(Speculating):
         """Predicted time to compute rows [begin, end), chunk by chunk."""
         step, predict = self.config.prefill_chunk, self.backend.predict_ms
         return sum(predict(min(step, end - at), at) for at in range(begin, end, step))
+
+
+def _passing(core: weakref.ref[Core]) -> bool:
+    """Whether passes run; a store must not keep an engine that was dropped."""
+    here = core()
+    return here is not None and here.passing()

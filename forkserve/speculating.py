@@ -10,12 +10,12 @@ from forkserve.control.experience import UNBOUNDED_MS
 from forkserve.control.probe import Probe, choice_mass, forks
 from forkserve.control.speculation import Request, Speculation, speculate
 from forkserve.control.task import Task
-from forkserve.control.values import number, text
 from forkserve.decoding import Decoding
 from forkserve.errors import AdmissionRefused, ConfigError, NodeError
 from forkserve.tree.node import Node
 from forkserve.tree.tree import committed
 from forkserve.types import JobClass, Tokens
+from forkserve.values import number, text
 
 __all__ = ["Speculating"]
 

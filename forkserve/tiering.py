@@ -21,19 +21,19 @@ from forkserve.control.core import Core
 from forkserve.control.pressure import active, evictable
 from forkserve.control.retention import evict_rank
 from forkserve.engine.protocol import Portable
-from forkserve.keeping import Keeping
+from forkserve.raising import Raising
 from forkserve.tree.node import Node
 from forkserve.tree.tree import ContextTree, committed
 from forkserve.types import NodeMode
-from forkserve.warming import hold, put_rows, read_range, ready
+from forkserve.warming import hold, read_range, ready
 
 if TYPE_CHECKING:
     from forkserve.store import Store
     from forkserve.store.chunks import Buffer
-    from forkserve.store.host import Piece, Prefixes
+    from forkserve.store.host import Piece, Weighed
     from forkserve.store.identity import Link
     from forkserve.store.mover import Mover
-    from forkserve.store.vault import Loaded
+    from forkserve.store.publish import Publisher
 
 __all__ = ["Tiering"]
 
@@ -45,21 +45,21 @@ _SETTLED_S = 0.25  # rows that came back stay at least this long: a verb is abou
 _EARLY_MS = 20.0  # rows are back this long before a tool is expected to return, and the copy's time
 
 
-class Tiering(Keeping):
+class Tiering(Raising):
     """The part of `Engine` that moves rows between tiers; without a memory tier it rests."""
 
     def __init__(self, core: Core, store: Store | None) -> None:
         super().__init__(core, store)
         self._mover: Mover | None = None
         self._serial = count()
-        self._rose: dict[str, float] = {}  # session -> when rows came back, on the real clock
         if store is None or store.memory is None:
             return
         from forkserve.store.mover import Mover
 
-        self._mover = Mover(core.clock, on_failure=store.failed)
+        self._mover = Mover(core.clock, on_failure=store.failed, pace=store.pace)
+        core.lent = partial(_relieve, store.publisher, self._mover)
         self._least = core.config.page_size  # the row of a token just sampled is no loss
-        self._page_bytes = core.backend.info.kv_bytes_per_token * core.config.page_size
+        self._page_bytes = self._row_bytes * core.config.page_size
         store.memory.on_evicted = partial(self._spill, store)
         store.moving = lambda: self._mover.queued if self._mover is not None else 0
 
@@ -78,6 +78,7 @@ class Tiering(Keeping):
         self._balance()
 
     def _closing(self) -> None:
+        self._unwatch()
         if self._mover is not None:
             self._mover.close()
 
@@ -198,13 +199,15 @@ class Tiering(Keeping):
 
     def _copy(self, tree: ContextTree, node: Node) -> bool:
         """Copy a node's own rows to memory, piece by piece; True if all of them are there now."""
-        from forkserve.store.host import Piece, Prefixes
+        from forkserve.store.host import Piece, Prefixes, Weighed
+        from forkserve.store.pace import breathe
         from forkserve.store.restore import clock_ms
 
         core, store = self._core, self._require()
-        backend, memory = core.backend, store.memory
+        backend, memory, mover = core.backend, store.memory, self._mover
         assert isinstance(backend, Portable)
         assert memory is not None
+        assert mover is not None
         with core.lock:
             if core.trees.get(tree.session) is not tree or not node.live or core.pending:
                 return False
@@ -213,114 +216,59 @@ class Tiering(Keeping):
                 return True
             tokens = tree.tokens(node, 0, end)
             parts, pages = hold(core, tree, node, end, begin)
-        start, whole, moved = clock_ms(), True, 0
+            mover.holding += 1
+        start, whole, moved, closest = clock_ms(), True, 0, Weighed(True)
         try:
             prefixes = Prefixes(tokens, tree.salt)
             for low, high in _cuts(begin, end):
                 above, ids = prefixes.at(low), prefixes.tokens(low, high)
                 if memory.has(above, ids):
                     continue
-                rows = read_range(backend, parts, low, high)
+                rows = read_range(backend, parts, low, high, self._row_bytes, rest=breathe)
                 saved = self._prefill_ms(low, high)
                 moved += len(rows)
-                if not memory.put(Piece(above, prefixes.at(high), low, ids, rows, saved)):
+                piece = Piece(above, prefixes.at(high), low, ids, rows, saved)
+                weighed = memory.offer(piece)
+                if moved == len(rows) or weighed.against is not None or not weighed.taken:
+                    closest = weighed  # the last one for which something else had to go
+                if not weighed.taken:
                     whole = False
                     break
+                breathe()
         finally:
             with core.lock:
+                mover.holding -= 1
                 core.pool.unpin(pages)
                 core.changed.notify_all()
         if moved:
             took = clock_ms() - start
             store.meter.add("moved_bytes", moved)
             store.meter.took("move", took)
-            self._decided(tree, node, "move", "memory" if whole else "refused", end - begin, took)
+            self._moved(tree, node, begin, end, closest, took)
         return whole
 
-    def _decided(
-        self, tree: ContextTree, node: Node, what: str, verdict: str, tokens: int, ms: float
+    def _moved(
+        self, tree: ContextTree, node: Node, begin: int, end: int, closest: Weighed, ms: float
     ) -> None:
-        if self._journal is not None:
-            reason = {"memory": "idle", "refused": "worth_less", "restored": "memory"}[verdict]
-            begin = max(node.length - tokens, 0)
-            gain = self._prefill_ms(begin, begin + tokens)
-            cost = self._require().restorer.memory_cost.predict_ms(
-                tokens * self.backend.info.kv_bytes_per_token
-            )
-            self._journal.decided(
-                tree.session, node.id, what, verdict, reason, tokens, gain, cost, ms
-            )
-
-    # ---------------------------------------------------------------- up
-
-    def _raise(self, tree: ContextTree, node: Node, press: bool) -> int:
-        """Write what memory holds of a node's missing rows into pages; returns how many."""
-        from forkserve.store.host import Prefixes
-        from forkserve.store.restore import clock_ms
-
-        store, core = self.store, self._core
-        if store is None or store.memory is None or store.restore == "never":
-            return 0
-        with core.lock:
-            if core.trees.get(tree.session) is not tree or not node.live:
-                return 0
-            self._rose = {s: at for s, at in self._rose.items() if s in core.trees}
-            first = ready(node)
-            if first >= node.length or not len(store.memory):
-                return 0
-            prefixes = Prefixes(tree.tokens(node), tree.salt)
-        start, at = clock_ms(), first
-        while self._raise_piece(tree, node, prefixes, at, press):
-            with core.lock:
-                before, at = at, ready(node)
-            if at <= before:
-                break
-        if at > first:
-            self._rose[tree.session] = time.monotonic()
-            took = clock_ms() - start
-            size = (at - first) * self.backend.info.kv_bytes_per_token
-            store.restorer.memory_cost.observe(size, took)
-            store.meter.add("restored_tokens", at - first, tier="memory")
-            store.meter.took("raise", took)
-            with core.lock:
-                core.count.cached_tokens += at - first
-            self._decided(tree, node, "restore", "restored", at - first, took)
-        return max(at - first, 0)
-
-    def _raise_piece(
-        self, tree: ContextTree, node: Node, prefixes: Prefixes, at: int, press: bool
-    ) -> bool:
-        """Bring back the piece that holds position `at`; False if none does, or it has no room."""
-        from forkserve.store.identity import CHUNK_TOKENS
-
-        store = self._require()
-        assert store.memory is not None
-        length = len(prefixes.raw) // 4
-        for low in dict.fromkeys((at, at // CHUNK_TOKENS * CHUNK_TOKENS)):
-            if low >= length:
-                continue
-            with store.memory.find(prefixes.at(low), prefixes.tokens(low, length)) as hit:
-                if hit is None or low + hit[1] <= at:
-                    continue
-                piece, high = hit[0], low + hit[1]
-                size = len(piece.rows) // piece.count * (high - at)
-                predicted = store.restorer.memory_cost.predict_ms(size)
-                if store.restore == "auto" and predicted >= self._prefill_ms(at, high):
-                    return False
-                core, loop = self._core, self._loop
-                self._rose[tree.session] = time.monotonic()
-                return put_rows(core, loop, tree, node, piece.rows, low, high, press=press)
-        return False
-
-    def _loaded(self, link: Link, loaded: Loaded) -> None:
-        """What came from afar stays in memory for the next one: the page cache does not hold it."""
-        from forkserve.store.host import Piece
-
-        store = self._require()
-        if store.memory is not None and loaded.place != next(iter(store.vault.depots)):
-            saved = self._prefill_ms(link.start, link.start + link.count)
-            rows = loaded.payload
-            store.memory.put(Piece(link.parent, link.id, link.start, link.tokens, rows, saved))
+        """Note what became of a copy of rows [begin, end)."""
+        if self._journal is None:
+            return
+        reason = "idle"
+        if not closest.taken:
+            reason = "worth_less" if closest.against is not None else "too_large"
+        self._journal.decided(
+            tree.session,
+            node.id,
+            "move",
+            "memory" if closest.taken else "refused",
+            reason,
+            end - begin,
+            self._prefill_ms(begin, end),
+            self._require().restorer.memory_cost.predict_ms((end - begin) * self._row_bytes),
+            ms,
+            closest.worth,
+            closest.against,
+        )
 
     # ---------------------------------------------------------------- further down
 
@@ -347,7 +295,12 @@ class Tiering(Keeping):
             store.publisher.offer(Capture(self._print, chain, partial(_of, rows), lambda: None))
 
 
-def _of(rows: dict[bytes, Buffer], link: Link, spare: list[bytearray]) -> Buffer:
+def _relieve(publisher: Publisher, mover: Mover) -> bool:
+    """Ask for pages that are held for reading; True while some still are."""
+    return any([publisher.relieve(), mover.relieve()])
+
+
+def _of(rows: dict[bytes, Buffer], link: Link, spare: list[memoryview]) -> Buffer:
     """Rows of memory; they are not to be filled again."""
     return rows[link.id]
 

@@ -6,9 +6,11 @@ waits for a copy of at most `_SLICE` bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from forkserve.control.core import Core
 from forkserve.control.loop import Loop
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Warmed", "hold", "put_rows", "read_link", "read_range", "ready"]
 
 _SLICE = 4 << 20  # bytes written under one hold of the lock
+_SMALL = 256 << 10  # the same by a thread of the background
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +76,13 @@ def hold(
 
 
 def read_link(
-    backend: Portable, parts: Sequence[Span], row_bytes: int, link: Link, spare: list[bytearray]
+    backend: Portable, parts: Sequence[Span], row_bytes: int, link: Link, spare: list[memoryview]
 ) -> Buffer:
     """The rows of one chunk out of held spans.  spare: buffers that may be filled again."""
-    return read_range(backend, parts, link.start, link.start + link.count, spare, row_bytes)
+    from forkserve.store.pace import breathe
+
+    low, high = link.start, link.start + link.count
+    return read_range(backend, parts, low, high, row_bytes, spare, breathe)
 
 
 def read_range(
@@ -84,24 +90,31 @@ def read_range(
     parts: Sequence[Span],
     low: int,
     high: int,
-    spare: list[bytearray] | None = None,
-    row_bytes: int = 0,
+    row_bytes: int,
+    spare: list[memoryview] | None = None,
+    rest: Callable[[], None] | None = None,
 ) -> Buffer:
-    """The rows of positions [low, high) out of held spans, in a spare buffer if one fits."""
+    """The rows of positions [low, high) out of held spans, in a spare buffer if one fits.
+
+    rest: see `Refilling.read_rows_into`.
+    """
     cut = []
     for span in parts:
         begin, end = max(low, span.start), min(high, span.start + span.length)
         if begin < end:
             offset = span.offset + begin - span.start
             cut.append(Span(span.key, span.pages, begin, end - begin, offset))
-    if spare and isinstance(backend, Refilling):
-        size = row_bytes * (high - low)
-        for number, buffer in enumerate(spare):
-            if len(buffer) == size:
-                del spare[number]
-                backend.read_rows_into(cut, buffer)
-                return buffer
-    return backend.read_rows(cut)
+    if not isinstance(backend, Refilling):
+        return backend.read_rows(cut)
+    size = row_bytes * (high - low)
+    fitting = (n for n, buffer in enumerate(spare or ()) if len(buffer) == size)
+    number = next(fitting, None)
+    if spare is None or number is None:
+        out = np.empty(size, np.uint8).data  # filling it with zeros first would take as long
+    else:
+        out = spare.pop(number)
+    backend.read_rows_into(cut, out, rest)
+    return out
 
 
 def put_rows(
@@ -121,8 +134,13 @@ def put_rows(
     no more fit, or when what is missing begins before them.  Raises SessionError when the session
     is closed meanwhile.
     """
-    step = max(_SLICE // max(len(rows) // (end - begin), 1), core.config.page_size)
+    from forkserve.store.pace import breathe, paced
+
+    most = _SMALL if paced() else _SLICE
+    size = core.config.page_size
+    step = max(most // max(len(rows) // (end - begin), 1) // size * size, size)
     while True:
+        breathe()
         with core.lock:
             loop.quiesce(tree.session)
             if core.trees.get(tree.session) is not tree or not node.live:
@@ -139,7 +157,7 @@ def put_rows(
                 owner, first, last = parts[0]
                 if first < begin:
                     return False
-                count = min(step, last - first)
+                count = min(step - first % size, last - first)  # up to the edge of a page
                 stop = fence(owner, first)
                 if stop is not None:
                     count = min(count, stop - first)

@@ -318,14 +318,20 @@ def _name(at: Where, name: str, to: str | None, remove: bool) -> None:
 
 @group.command("export")
 @argument("file", "File to write.", type=click.Path(path_type=Path, dir_okay=False))
-@argument("names", "Names of states; none: all of them.", nargs=-1)
+@argument("what", "Names of states, ids of sessions; none: every named state.", nargs=-1)
+@click.option("--session", "sessions", multiple=True, help="A session whose id is a name as well.")
 @pass_where
-def _export(at: Where, file: Path, names: tuple[str, ...]) -> None:
-    """Write named states (default: all) with their KV to one FILE."""
-    from forkserve.store.bundle import export_names
+def _export(at: Where, file: Path, what: tuple[str, ...], sessions: tuple[str, ...]) -> None:
+    """Write named states (default: all) and whole sessions with their KV to one FILE.
+
+    A session goes with its tree, its commits and what was published of its rows.
+    """
+    from forkserve.store import admin
+    from forkserve.store.bundle import export_bundle
 
     with at.open(write=True) as store, at.progress("export") as show:
-        done = export_names(store.vault, file, names, show)
+        names, more = admin.sort_out(store.catalog, what)
+        done = export_bundle(store.vault, file, names, [*more, *sessions], show)
     _say_bundle(at, done, "exported")
 
 
@@ -337,16 +343,22 @@ def _export(at: Where, file: Path, names: tuple[str, ...]) -> None:
 )
 @pass_where
 def _import(at: Where, file: Path) -> None:
-    """Take the states of a FILE in; a changed or cut file is refused as a whole."""
-    from forkserve.store import Store
-    from forkserve.store.bundle import import_bundle
+    """Take the states and sessions of a FILE in; a changed or cut file is refused as a whole.
 
-    with Store(at.folder, "shared", encrypt=at.key) as store, at.progress("import") as show:
+    Sessions are taken in while no engine owns the store.
+    """
+    from forkserve.store import Store
+    from forkserve.store.bundle import has_sessions, import_bundle
+
+    role: Any = "owner" if has_sessions(file) else "shared"
+    with Store(at.folder, role, encrypt=at.key) as store, at.progress("import") as show:
         done = import_bundle(store.vault, file, show)
     _say_bundle(at, done, "imported")
 
 
 def _say_bundle(at: Where, done: Any, verb: str) -> None:
-    value = {"names": list(done.names), "chunks": done.chunks, "bytes": done.bytes}
-    text = f"{verb} {len(done.names)} states, {done.chunks} chunks, {size(done.bytes)}"
+    value = {"names": list(done.names), "sessions": list(done.sessions)}
+    value |= {"chunks": done.chunks, "bytes": done.bytes}
+    text = f"{verb} {len(done.names)} states, {len(done.sessions)} sessions, {done.chunks} chunks"
+    text += f", {size(done.bytes)}"
     at.say(value, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import click
@@ -11,6 +12,8 @@ from forkserve.cli.store_text import size, table
 from forkserve.errors import StoreError
 
 __all__ = ["COMMANDS"]
+
+_LOOK_S = 0.5  # between two looks at how far a push is
 
 
 @click.command("scrub")
@@ -129,10 +132,17 @@ def _push(ctx: click.Context, wait: float) -> None:
     with at.open():
         pass  # it must be a store
     with Store(at.folder, "shared", encrypt=at.key, far=[at.far], write_behind=True) as store:
-        assert store.behind is not None
-        while store.behind.catch_up() and store.behind.drain(wait):
-            pass
-        left, sent = store.behind.waiting(), store.behind.sent
+        behind = store.behind
+        assert behind is not None
+        with at.progress("push") as show:
+            while behind.catch_up():
+                total, end = behind.waiting(), time.monotonic() + wait
+                while not behind.drain(min(_LOOK_S, wait)) and time.monotonic() < end:
+                    show(total - behind.waiting(), total)
+                if behind.waiting():
+                    break
+                show(total, total)
+        left, sent = behind.waiting(), behind.sent
     found = {"sent": sent.chunks, "bytes": sent.bytes, "left": left, "error": sent.last_error}
     why = f": {sent.last_error}" if left and sent.last_error else ""
     at.say(found, f"{sent.chunks} chunks, {size(sent.bytes)} are there; {left} are left{why}")

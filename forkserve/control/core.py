@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from math import inf
 from types import MappingProxyType
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from forkserve.engine.protocol import Backend
 
 __all__ = ["Core"]
+
+_MOMENT_S = 0.005  # after a pass, within which another is likely to follow
 
 
 class Core:
@@ -67,6 +70,7 @@ class Core:
         self.parked: list[Task] = []  # committed tasks that wait for pages of older ones
         self.waiting = 0  # verbs that wait for the batch in flight: they go before the next one
         self.flying = False  # a batch runs
+        self.landed_s = -inf  # when the last one ended, on the real clock
         self.driver: int | None = None  # thread that runs a tick
         self.in_flight: set[str] = set()  # sessions with a work in the running batch
         self.writing: Collection[Node] = ()  # nodes whose rows the running batch writes
@@ -85,6 +89,10 @@ class Core:
                 "called from inside an engine step (a constraint, a callback): it cannot wait for "
                 "the engine; call it from outside"
             )
+
+    def passing(self) -> bool:
+        """Passes run: one does now, or did a moment ago.  The lock need not be held."""
+        return self.flying or time.monotonic() - self.landed_s < _MOMENT_S
 
     def owned(self) -> bool:
         """True if this very thread holds the lock already."""

@@ -10,11 +10,11 @@ from operator import index
 from forkserve.control.core import Core
 from forkserve.control.lines import require_quiet
 from forkserve.control.loop import Loop
-from forkserve.control.values import whole
 from forkserve.errors import ConfigError, ContextOverflow, SessionError
 from forkserve.tree.node import Node
 from forkserve.tree.tree import ContextTree
 from forkserve.types import Tokens
+from forkserve.values import whole
 
 __all__ = ["Guard"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from math import inf
@@ -192,14 +193,14 @@ class Loop:
             result = core.backend.execute(flight.batch)
             running = False
             with core.lock:
-                core.flying = False
+                core.flying, core.landed_s = False, time.monotonic()
                 for _, pages in core.pending[: flight.copies]:
                     core.pool.unpin(pages)
                 del core.pending[: flight.copies]
                 return self._landing.land(flight, result)
         except BaseException as error:  # Ctrl-C may come at any of these lines
             with core.lock:
-                core.flying = False
+                core.flying, core.landed_s = False, time.monotonic()
                 if running and isinstance(error, Exception):
                     self._landing.failed(flight, error)
                     return Ran()

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from forkserve.control.candidates import Candidate
 from forkserve.control.core import Core
 from forkserve.control.planner import Admission, Load, Plan, Refusal
-from forkserve.control.values import number
 from forkserve.errors import AdmissionRefused, ForkServeError, NodeError
 from forkserve.tree.node import Node
 from forkserve.tree.rows import missing
 from forkserve.tree.tree import ContextTree
 from forkserve.types import JobClass, NodeMode
+from forkserve.values import number
 
 __all__ = ["Request", "Speculation", "speculate"]
 

@@ -199,7 +199,12 @@ class MockBackend:
     def read_rows(self, spans: Sequence[Span]) -> bytearray:
         return bytearray(np.concatenate([self._read(span) for span in spans]).tobytes())
 
-    def read_rows_into(self, spans: Sequence[Span], out: bytearray) -> None:
+    def read_rows_into(
+        self,
+        spans: Sequence[Span],
+        out: bytearray | memoryview,
+        rest: Callable[[], None] | None = None,
+    ) -> None:
         out[:] = self.read_rows(spans)
 
     def write_rows(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:

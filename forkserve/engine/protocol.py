@@ -100,6 +100,15 @@ class Portable(Protocol):
 class Refilling(Protocol):
     """An optional method of a `Portable` backend that saves new memory for every run of rows."""
 
-    def read_rows_into(self, spans: Sequence[Span], out: bytearray) -> None:
-        """`Portable.read_rows` into a buffer of exactly the right length."""
+    def read_rows_into(
+        self,
+        spans: Sequence[Span],
+        out: bytearray | memoryview,
+        rest: Callable[[], None] | None = None,
+    ) -> None:
+        """`Portable.read_rows` into a buffer of exactly the right length.
+
+        rest: called now and then, where the backend reads in pieces, by a thread that is not to
+        keep a core for long.
+        """
         ...

@@ -26,6 +26,7 @@ __all__ = [
     "query",
     "resolve",
     "sessions",
+    "sort_out",
     "tree_rows",
     "unpin",
 ]
@@ -114,6 +115,21 @@ def resolve(catalog: Catalog, what: str) -> str:
     if found[0][0] is None:
         raise StoreError(f"'{what}' is shorter than one chunk: it has no stored KV")
     return str(found[0][0])
+
+
+def sort_out(catalog: Catalog, what: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names of states, and ids of sessions.  Raises StoreError for what is neither, or both."""
+    names: list[str] = []
+    sessions: list[str] = []
+    for one in what:
+        state = catalog.read("SELECT 1 FROM name WHERE name = ?", (one,))
+        session = catalog.read("SELECT 1 FROM session WHERE id = ?", (one,))
+        if state and session:
+            raise StoreError(f"'{one}' is a state and a session: say --session for the session")
+        if not state and not session:
+            raise StoreError(f"the store has no state named '{one}', and no session '{one}'")
+        (names if state else sessions).append(one)
+    return names, sessions
 
 
 def describe(store: Store, what: str) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from forkserve.errors import StoreError
 from forkserve.store import faults, owner
-from forkserve.store.calm import be_calm
 from forkserve.store.catalog import CLAIM_S
 from forkserve.store.chunks import ChunkFault
+from forkserve.store.pace import Pace, breathe
 from forkserve.store.vault import Vault
 
 __all__ = ["FIRST_S", "LONGEST_S", "Sent", "WriteBehind"]
@@ -45,7 +45,7 @@ class Sent:
 class WriteBehind:
     """Brings chunks from the first depot of a vault to `place`, in a thread of its own.
 
-    limit: chunks that may wait.  on_failure: told of every try that failed.
+    limit: chunks that may wait.  on_failure: told of every try that failed.  pace: of the thread.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class WriteBehind:
         place: str,
         limit: int = 65_536,
         on_failure: Callable[[BaseException], None] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         if place not in vault.depots or limit < 1:
             raise StoreError(f"no depot for place '{place}', or no room in an outbox of {limit}")
@@ -62,6 +63,7 @@ class WriteBehind:
         self._vault = vault
         self._limit = limit
         self._on_failure = on_failure
+        self._pace = pace or Pace()
         self._wake = threading.Event()
         self._stop = False
         self._thread: threading.Thread | None = None
@@ -132,8 +134,12 @@ class WriteBehind:
     # ---------------------------------------------------------------- the thread
 
     def _serve(self) -> None:
-        be_calm()
+        with self._pace.worker():
+            self._send()
+
+    def _send(self) -> None:
         while not self._stop:
+            breathe()
             self._wake.clear()
             try:
                 pause = 0.0 if self.step() else self._pause()

@@ -18,6 +18,7 @@ from forkserve.store import faults
 from forkserve.store.chunks import ChunkFault
 from forkserve.store.collect import delete_unnamed
 from forkserve.store.lease import tidy
+from forkserve.store.pace import restful
 from forkserve.store.policies import Held, Policy
 from forkserve.store.vault import Vault
 
@@ -134,13 +135,13 @@ class Budget:
         children: dict[tuple[int, str], int] = {}
         parts: dict[tuple[int, str], list[_Part]] = {}
         fast: set[tuple[int, str]] = set()
-        for which, chain, _, _, _, _, _, content, used, kept, _, others in rows:
+        for which, chain, _, _, _, _, _, content, used, kept, _, others in restful(rows):
             parts.setdefault((which, chain), []).append(_Part(content, used, others or ""))
             if kept:
                 fast.add((which, chain))
         items: dict[tuple[int, str], tuple[Held, tuple[int, str]]] = {}
         seen: set[tuple[int, str]] = set()
-        for which, chain, parent, start, tokens, uses, at, _, _, _, live, _ in rows:
+        for which, chain, parent, start, tokens, uses, at, _, _, _, live, _ in restful(rows):
             key = (which, chain)
             if key in seen:
                 continue

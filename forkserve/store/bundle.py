@@ -1,8 +1,9 @@
-"""Named states as one file: a tar with a manifest first, then the chunks it lists.
+"""Named states and whole sessions as one file: a tar, a manifest first, then the chunks it lists.
 
 Everything is checked before anything is stored: the manifest against its hash, each chunk against
-its content id, each name against the chain that its tokens give.  With an encrypted store the hash
-of the manifest is keyed, so that only a holder of the key can make a bundle that is accepted.
+its content id, each name and each node of a session against the chain that its tokens give.  With
+an encrypted store the hash of the manifest is keyed, so that only a holder of the key can make a
+bundle that is accepted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,11 +27,12 @@ from forkserve.store.chunks import ChunkFault, Header, check_payload, parse_head
 from forkserve.store.identity import Fingerprint, parse_fingerprint, plan_chain, root_id
 from forkserve.store.records import NameRecord, read_name, require_name
 from forkserve.store.seal import Sealer
+from forkserve.store.travel import Hex, SessionOf, Small, check_session, enter_session, session_rows
 from forkserve.store.vault import Vault
 
-__all__ = ["Bundle", "export_names", "import_bundle"]
+__all__ = ["Bundle", "export_bundle", "has_sessions", "import_bundle"]
 
-_FORMAT = 1
+_FORMATS = (1, 2)  # 2: with sessions, which a reader of 1 would leave out without a word
 _MANIFEST = "forkserve-bundle.json"
 _MOST = 256 << 20  # bytes of a manifest
 _STAGED = 64 << 20
@@ -45,29 +47,36 @@ class Bundle:
     """What was exported or imported.  bytes: of chunks."""
 
     names: tuple[str, ...]
+    sessions: tuple[str, ...]
     chunks: int
     bytes: int
 
 
-def export_names(
+def export_bundle(
     vault: Vault,
     target: Path,
     names: Sequence[str] = (),
+    sessions: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Bundle:
-    """Write named states (default: all) with their chunks to a file.
+    """Write named states and sessions (default: all named states) with their chunks to a file.
 
-    The file appears whole or not at all.  Raises StoreError (unknown name, a chunk that is damaged
-    or not readable), OSError.
+    A session goes with its tree and commits, and with those rows that were published.  The file
+    appears whole or not at all.  Raises StoreError (unknown name or session, a chunk that is
+    damaged or not readable), OSError.
     """
-    chosen = list(dict.fromkeys(names)) or [
-        str(r[0]) for r in vault.catalog.read("SELECT name FROM name")
-    ]
-    if not chosen:
+    chosen, whole = list(dict.fromkeys(names)), list(dict.fromkeys(sessions))
+    if not chosen and not whole:
+        chosen = [str(r[0]) for r in vault.catalog.read("SELECT name FROM name")]
+    if not chosen and not whole:
         raise StoreError("the store has no named state to export")
     rows = [_name_row(vault, name) for name in chosen]
-    chunks = _chunks(vault, [row["chain"] for row in rows if row["chain"]])
-    manifest = {"format": _FORMAT, "names": rows, "chunks": chunks}
+    trees = [session_rows(vault.catalog, session, vault.sealer) for session in whole]
+    ends = [row["chain"] for row in rows] + [n["chain"] for tree in trees for n in tree["node"]]
+    chunks = _chunks(vault, [chain for chain in dict.fromkeys(ends) if chain])
+    manifest: dict[str, Any] = {"format": _FORMATS[bool(trees)], "names": rows, "chunks": chunks}
+    if trees:
+        manifest["sessions"] = trees
     raw = _signed(manifest, vault.sealer)
     temp = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     total = 0
@@ -87,7 +96,7 @@ def export_names(
         os.replace(temp, target)
     finally:
         temp.unlink(missing_ok=True)
-    return Bundle(tuple(chosen), len(chunks), total)
+    return Bundle(tuple(chosen), tuple(whole), len(chunks), total)
 
 
 def _name_row(vault: Vault, name: str) -> dict[str, Any]:
@@ -150,7 +159,6 @@ def _hash(body: str, sealer: Sealer | None) -> str:
 
 # -------------------------------------------------------------------- import
 
-_Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _STRICT = ConfigDict(strict=True, extra="forbid")
 
 
@@ -160,12 +168,12 @@ class _NameOf(BaseModel):
     model_config = _STRICT
     name: str
     session: str
-    node: int
+    node: Small
     tenant: str
     seed: str = Field(pattern=r"^-?[0-9]{1,40}$")
-    root: _Hex
-    chain: _Hex | None
-    tokens: int = Field(ge=0)
+    root: Hex
+    chain: Hex | None
+    tokens: Small
     created_at: float = Field(allow_inf_nan=False)
     salt: str
     ids: str
@@ -174,22 +182,24 @@ class _NameOf(BaseModel):
 
 class _ChunkOf(BaseModel):
     model_config = _STRICT
-    content: _Hex
-    bytes: int = Field(ge=0)
+    content: Hex
+    bytes: Small
     places: list[str]
 
 
 class _Manifest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
     names: list[_NameOf]
+    sessions: list[SessionOf] = []
     chunks: list[_ChunkOf]
 
 
 def import_bundle(vault: Vault, source: Path, progress: Progress | None = None) -> Bundle:
-    """Check a whole bundle, then take its chunks and names in.
+    """Check a whole bundle, then take its chunks, names and sessions in.
 
-    Raises StoreError for a file that is no bundle, was changed, was cut off, or holds a name that
-    is taken here for another text; nothing of it is visible then.
+    A session is taken in by the owner of the store alone.  Raises StoreError for a file that is no
+    bundle, was changed, was cut off, or holds a name or a session that is taken here for another
+    text; nothing of it is visible then.
     """
     manifest = _check(vault, source, progress)
     faults.reach("import.checked")
@@ -203,33 +213,58 @@ def import_bundle(vault: Vault, source: Path, progress: Progress | None = None) 
             size = 0
     _store(vault, pending)
     faults.reach("import.stored")
-    names = _enter(vault, manifest["names"])
+    _enter(vault, manifest)
     faults.reach("import.catalogued")
-    return Bundle(names, len(manifest["chunks"]), total)
+    names = tuple(row["name"] for row in manifest["names"])
+    sessions = tuple(one["id"] for one in manifest["sessions"])
+    return Bundle(names, sessions, len(manifest["chunks"]), total)
 
 
-def _check(vault: Vault, source: Path, progress: Progress | None) -> dict[str, Any]:
+def has_sessions(source: Path) -> bool:
+    """Whether a bundle holds sessions, as its manifest says; unchecked.  Raises StoreError."""
+    return bool(_read(source)[2].get("sessions"))
+
+
+def _read(source: Path) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """The manifest's envelope, its text, and what that says."""
     try:
         with tarfile.open(source, "r|") as tar:
             first = tar.next()
             if first is None or first.name != _MANIFEST or first.size > _MOST:
                 raise StoreError(f"{source} is not a bundle of ForkServe")
             file = tar.extractfile(first)
-            outer = json.loads(file.read()) if file is not None else {}
-            body = outer["manifest"]
+            outer: dict[str, Any] = json.loads(file.read()) if file is not None else {}
+            body: str = outer["manifest"]
             manifest: dict[str, Any] = json.loads(body)
-    except (tarfile.TarError, ValueError, KeyError, TypeError, EOFError) as error:
-        raise StoreError(f"{source} is not a bundle of ForkServe, or is cut off: {error}") from None
+            manifest.get("format")
     except OSError as error:
         raise StoreError(f"cannot read {source}: {error}") from error
+    except (tarfile.TarError, ValueError, LookupError, TypeError, AttributeError, EOFError) as e:
+        raise StoreError(f"{source} is not a bundle of ForkServe, or is cut off: {e}") from None
+    return outer, body, manifest
+
+
+def _check(vault: Vault, source: Path, progress: Progress | None) -> dict[str, Any]:
+    outer, body, manifest = _read(source)
     if outer.get("hash") != _hash(body, vault.sealer):
         raise StoreError(f"{source}: the manifest was changed, or made with another key")
-    if manifest.get("format") != _FORMAT:
-        raise StoreError(f"{source} has format {manifest.get('format')}; {_FORMAT} is known")
+    if manifest.get("format") not in _FORMATS:
+        raise StoreError(f"{source} has format {manifest.get('format')}; 1 and 2 are known")
+    manifest.setdefault("sessions", [])
+    if manifest["sessions"] and vault.catalog.role != "owner":
+        raise StoreError(
+            f"{source} holds sessions, which only the owner of a store takes in: end the engine "
+            "that uses it, and open it with role='owner'"
+        )
     try:
+        json.dumps(manifest, ensure_ascii=False).encode()  # halves of surrogate pairs are no text
         _Manifest.model_validate(manifest)
         for row in manifest["names"]:
             _check_name(vault, row)
+        for one in manifest["sessions"]:
+            check_session(vault.catalog, one, vault.sealer)
+        if len({one["id"] for one in manifest["sessions"]}) < len(manifest["sessions"]):
+            raise StoreError(f"{source} holds a session twice")
     except ValueError as error:  # of pydantic, and of text that is no base64 or no UTF-8
         why = str(error).replace("\n", " ")
         raise StoreError(f"{source}: the manifest makes no sense: {why[:300]}") from None
@@ -301,11 +336,14 @@ def _store(vault: Vault, pending: list[tuple[Header, bytes]]) -> None:
     pending.clear()
 
 
-def _enter(vault: Vault, rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """All names in one transaction; one that is there already stays."""
+def _enter(vault: Vault, manifest: dict[str, Any]) -> None:
+    """All names and sessions in one transaction; one that is there already stays."""
     catalog = vault.catalog
-    with catalog.write() as db:
-        for row in rows:
+    with catalog.write(owned=bool(manifest["sessions"])) as db:
+        for one in manifest["sessions"]:
+            if check_session(catalog, one, vault.sealer):
+                enter_session(catalog, db, one)
+        for row in manifest["names"]:
             made = parse_fingerprint(row["fingerprint"])
             values = {**row, **{blob: base64.b64decode(row[blob]) for blob in _BLOBS}}
             which = catalog.fingerprint(db, Fingerprint(made.digest, made.text))
@@ -315,4 +353,4 @@ def _enter(vault: Vault, rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
                 f" VALUES ({', '.join('?' * (len(columns) + 1))})",
                 (*(values[c] for c in columns), which),
             )
-    return tuple(row["name"] for row in rows)
+        faults.reach("import.entered")

@@ -33,6 +33,7 @@ from blake3 import blake3
 
 from forkserve.errors import StoreError
 from forkserve.store.identity import Link, chunk_id, digest, parse_fingerprint
+from forkserve.store.pace import pieces
 
 __all__ = [
     "FORMATS",
@@ -192,7 +193,7 @@ def parse_header(data: Buffer, size: int | None = None) -> Header:
 
 def check_payload(header: Header, payload: Buffer) -> None:
     """Raise ChunkFault unless the stored payload has the header's hash.  Reads every byte."""
-    if blake3(payload).digest() != header.payload_hash:
+    if hash_parts([payload]) != header.payload_hash:
         raise ChunkFault("payload", f"chunk {header.content[:16]} has changed bytes")
 
 
@@ -211,5 +212,6 @@ def hash_parts(parts: Sequence[Buffer]) -> bytes:
     """blake3 of buffers in order."""
     state = blake3()
     for part in parts:
-        state.update(part)
+        for piece in pieces(part):
+            state.update(piece)
     return state.digest()

@@ -8,7 +8,7 @@ being the vector's largest magnitude / 127.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from forkserve.errors import MissingExtra, StoreError
 from forkserve.store.chunks import FORMATS, Buffer, ChunkFault
+from forkserve.store.pace import PIECE, breathe
 
 __all__ = ["decode", "encode", "require"]
 
@@ -35,8 +36,8 @@ def encode(form: str, raw: Buffer, layout: Mapping[str, Any]) -> Buffer:
     if form == "raw":
         return raw
     if form == "zstd":
-        packed: bytes = _zstd().ZstdCompressor(level=3).compress(raw)
-        return packed
+        packer = _zstd().ZstdCompressor(level=3).compressobj(size=len(raw))
+        return b"".join([*map(packer.compress, _cut(raw, PIECE)), packer.flush()])
     if form == "int8":
         return _quantise(raw, layout)
     raise StoreError(f"chunk format '{form}' is not known")
@@ -78,14 +79,27 @@ def _vectors(layout: Mapping[str, Any]) -> tuple[str, int]:
 
 def _quantise(raw: Buffer, layout: Mapping[str, Any]) -> bytes:
     kind, width = _vectors(layout)
-    values = _floats(raw, kind).reshape(-1, width)
-    if not np.isfinite(values).all():
-        raise StoreError("int8 cannot hold values that are not finite")
-    scale = (np.abs(values).max(1) / 127).astype(np.float32)
-    safe = np.where(scale > 0, scale, 1).astype(np.float32)
-    small = np.rint(values / safe[:, None]).astype(np.int8)
-    packed: bytes = _SCALES.pack(len(scale)) + scale.tobytes() + small.tobytes()
-    return packed
+    scales: list[bytes] = []
+    smalls: list[bytes] = []
+    vector = width * (4 if kind == "float32" else 2)
+    for piece in _cut(raw, max(PIECE // vector, 1) * vector):
+        values = _floats(piece, kind).reshape(-1, width)
+        if not np.isfinite(values).all():
+            raise StoreError("int8 cannot hold values that are not finite")
+        scale = (np.abs(values).max(1) / 127).astype(np.float32)
+        safe = np.where(scale > 0, scale, 1).astype(np.float32)
+        scales.append(scale.tobytes())
+        smalls.append(np.rint(values / safe[:, None]).astype(np.int8).tobytes())
+    return b"".join([_SCALES.pack(len(raw) // vector), *scales, *smalls])
+
+
+def _cut(raw: Buffer, step: int) -> Iterator[memoryview]:
+    """Always the same pieces, so that equal rows give equal bytes; between two a thread of the
+    background rests."""
+    view = memoryview(raw).cast("B")
+    for at in range(0, len(view), step):
+        yield view[at : at + step]
+        breathe()
 
 
 def _dequantise(stored: Buffer, layout: Mapping[str, Any]) -> bytes:

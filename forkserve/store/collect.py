@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from forkserve.store import faults
 from forkserve.store.catalog import doomed
 from forkserve.store.lease import hold, let_go, tidy
+from forkserve.store.pace import breathe, paced
 from forkserve.store.vault import Vault
 
 __all__ = ["GRACE_S", "Swept", "collect", "delete_unnamed", "reachable"]
 
 GRACE_S = 24 * 3600.0  # s that garbage stays: a publish may be about to name it
 _BATCH = 64  # files deleted while the catalog is locked
+_FEW = 2  # the same in the background: a file's pages take a while to go
 _DELETE_S = 86_400.0  # s of a lease to delete; it ends with its process, too
 
 
@@ -129,8 +131,10 @@ def delete_unnamed(vault: Vault, place: str, keys: Sequence[str]) -> Iterator[in
     """Delete files that no row names (asked again, under the lock); yields how many are done."""
     depot, catalog = vault.depots[place], vault.catalog
     near = place == next(iter(vault.depots))
-    for begin in range(0, len(keys), _BATCH):
-        batch = keys[begin : begin + _BATCH]
+    step = _FEW if paced() else _BATCH
+    for begin in range(0, len(keys), step):
+        breathe()
+        batch = keys[begin : begin + step]
         with catalog.write() as db:
             free = [key for key in batch if not db.execute(_NAMED, (key, place)).fetchone()]
             if near:

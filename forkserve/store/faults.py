@@ -39,6 +39,7 @@ POINTS = (
     "scrub.noted",
     "import.checked",
     "import.stored",
+    "import.entered",
     "import.catalogued",
 )
 

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 
 from forkserve.errors import StoreError
 from forkserve.store.chunks import Buffer
+from forkserve.store.decisions import admit
 from forkserve.store.identity import CHUNK_TOKENS, Link, chunk_id, root_id, token_bytes
 from forkserve.store.policies import Held, Policy
 
-__all__ = ["HostMemory", "Piece", "Prefixes"]
+__all__ = ["HostMemory", "Piece", "Prefixes", "Weighed", "begins"]
 
 
 class Prefixes:
@@ -33,6 +34,11 @@ class Prefixes:
     def __init__(self, tokens: Sequence[int], salt: str) -> None:
         self.raw = token_bytes(tokens)
         self._ids = [root_id(salt)]
+
+    @property
+    def count(self) -> int:
+        """Tokens of the text."""
+        return len(self.raw) // 4
 
     def at(self, length: int) -> bytes:
         """Id of the first `length` tokens."""
@@ -75,6 +81,19 @@ class Piece:
         return Link(self.below, self.above, self.start, self.count, self.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """Whether a piece was taken in, and why.
+
+    worth: of the piece.  against: the most that something was worth that went for it, or that kept
+    it out; None when nothing had to go, or nothing could (it is larger than all that may).
+    """
+
+    taken: bool
+    worth: float = 0.0
+    against: float | None = None
+
+
 class HostMemory:
     """At most `limit` bytes of rows.  Safe to use from several threads.
 
@@ -112,18 +131,24 @@ class HostMemory:
 
     def put(self, piece: Piece) -> bool:
         """Take a piece in; False when it does not fit, or is worth less than what is there."""
+        return self.offer(piece).taken
+
+    def offer(self, piece: Piece) -> Weighed:
+        """The same, with the numbers that decided."""
         size = len(piece.rows)
         piece.used_s = self._now()
         with self._lock:
             beside = self._pieces.get(piece.above, [])
             if any(p.tokens.startswith(piece.tokens) for p in beside):
-                return True
+                return Weighed(True, self._value(piece))
             shorter = [p for p in beside if piece.tokens.startswith(p.tokens) and not p.leases]
             over = self.used + size - sum(len(p.rows) for p in shorter) - self.limit
-            gone = self._choose(over, piece, shorter) if over > 0 else []
-            if gone is None:
+            weighed, gone = Weighed(True, self._value(piece)), list[Piece]()
+            if over > 0:
+                weighed, gone = self._choose(over, piece, shorter)
+            if not weighed.taken:
                 self.refused += 1
-                return False
+                return weighed
             for old in (*shorter, *gone):
                 self._remove(old)
             self._pieces.setdefault(piece.above, []).append(piece)
@@ -131,7 +156,7 @@ class HostMemory:
             self.evicted += len(gone)
         if gone:
             self.on_evicted(gone)
-        return True
+        return weighed
 
     @contextmanager
     def find(self, above: bytes, wanted: bytes) -> Iterator[tuple[Piece, int] | None]:
@@ -156,6 +181,20 @@ class HostMemory:
                 with self._lock:
                     best.leases -= 1
 
+    def reach(self, prefixes: Prefixes, at: int) -> int:
+        """Where the rows of a text end that are here without a hole from position `at` on."""
+        with self._lock:
+            while at < prefixes.count:
+                best = at
+                for low in begins(at):
+                    wanted = prefixes.tokens(low, prefixes.count)
+                    for piece in self._pieces.get(prefixes.at(low), ()):
+                        best = max(best, low + _shared(piece.tokens, wanted))
+                if best == at:
+                    break
+                at = best
+        return at
+
     def line(self, piece: Piece) -> list[Piece]:
         """The pieces above one that are here, root side first, itself included."""
         with self._lock:
@@ -171,12 +210,13 @@ class HostMemory:
             self._pieces.clear()
             self.used = 0
 
-    def _choose(self, over: int, piece: Piece, spare: list[Piece]) -> list[Piece] | None:
-        """Pieces worth less than the new one that free `over` bytes, or None."""
+    def _choose(self, over: int, piece: Piece, spare: list[Piece]) -> tuple[Weighed, list[Piece]]:
+        """Pieces worth no more than the new one that free `over` bytes, if there are enough."""
+        worth, most = self._value(piece), None
         if len(piece.rows) > self.limit:
-            return None
+            return Weighed(False, worth), []
         everything = [p for pieces in self._pieces.values() for p in pieces if p not in spare]
-        worth, here = self._value(piece), {p.below for p in everything}
+        here = {p.below for p in everything}
         above = {p.above for p in everything} | {piece.above}
         heap = [
             (self._value(p), -p.start, n, p)
@@ -190,8 +230,9 @@ class HostMemory:
         gone: list[Piece] = []
         while over > 0 and heap:
             value, _, _, victim = heapq.heappop(heap)
-            if value > worth:
-                return None
+            most = value if most is None else max(most, value)
+            if not admit(worth, value):
+                return Weighed(False, worth, most), []
             gone.append(victim)
             over -= len(victim.rows)
             left[victim.above] -= 1
@@ -200,7 +241,9 @@ class HostMemory:
                     if upper.below == victim.above and not upper.leases:
                         key = (self._value(upper), -upper.start, len(everything) + len(gone))
                         heapq.heappush(heap, (*key, upper))
-        return gone if over <= 0 else None
+        if over > 0:
+            return Weighed(False, worth), []
+        return Weighed(True, worth, most), gone
 
     def _value(self, piece: Piece) -> float:
         idle = max(self._now() - piece.used_s, 0.0)
@@ -223,6 +266,11 @@ class HostMemory:
             self.used -= len(piece.rows)
             if not beside:
                 del self._pieces[piece.above]
+
+
+def begins(at: int) -> list[int]:
+    """Where a piece that holds position `at` may begin: there, or where the chunk does."""
+    return list(dict.fromkeys((at, at // CHUNK_TOKENS * CHUNK_TOKENS)))
 
 
 def _shared(one: bytes, other: bytes) -> int:

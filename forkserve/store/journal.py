@@ -172,17 +172,19 @@ class TreeJournal:
         gain_ms: float | None = None,
         cost_ms: float | None = None,
         actual_ms: float | None = None,
+        worth: float | None = None,
+        against: float | None = None,
     ) -> None:
-        """Note one decision."""
+        """Note one decision.  worth, against: see `forkserve.store.host.Weighed`."""
         shadow = self._sessions.get(session)
         if shadow is None:
             return
         sql = (
             "INSERT INTO decision (session, node, what, verdict, reason, tokens, gain_ms, cost_ms,"
-            " actual_ms, at) VALUES (?,?,?,?,?,?,?,?,?,?)"
+            " actual_ms, worth, against, at) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)"
         )
-        at = self._catalog.now()
-        row = (session, node, what, verdict, reason, tokens, gain_ms, cost_ms, actual_ms, at)
+        times, at = (gain_ms, cost_ms, actual_ms), self._catalog.now()
+        row = (session, node, what, verdict, reason, tokens, *times, worth, against, at)
         self._note(shadow, sql, row)
 
     def closed(self, session: str) -> None:

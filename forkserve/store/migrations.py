@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["V2"]
+__all__ = ["V2", "V3"]
 
 V2 = """
 -- When the bytes of a replica were last hashed; the scrub takes the oldest first.
@@ -56,4 +56,11 @@ CREATE TRIGGER event_counted AFTER INSERT ON event BEGIN
   INSERT INTO counter VALUES ('event_' || new.kind, 1)
     ON CONFLICT (name) DO UPDATE SET value = value + 1;
 END;
+"""
+
+V3 = """
+-- Of a move to memory: what the piece that decided was worth, by the policy's measure, and the most
+-- that had to go for it was; NULL if nothing had to.  The choice can be made again from them.
+ALTER TABLE decision ADD COLUMN worth REAL;
+ALTER TABLE decision ADD COLUMN against REAL;
 """

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 
 from forkserve.clock import Clock
+from forkserve.store.pace import RUSH_S, Pace
 
 __all__ = ["Mover"]
 
@@ -23,19 +24,22 @@ _ALARMS = 4096
 
 
 class Mover:
-    """depth: jobs that may wait.  on_failure: told of every job that raised."""
+    """depth: jobs that may wait.  on_failure: told of every job that raised.  pace: of its work."""
 
     def __init__(
         self,
         clock: Clock,
         depth: int = 16,
         on_failure: Callable[[BaseException], None] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.dropped = 0
         self.done = 0
+        self.holding = 0  # copies under way, which hold pages: for the owner to count
         self._clock = clock
         self._depth = depth
         self._on_failure = on_failure
+        self._pace = pace or Pace()
         self._jobs: deque[tuple[Hashable, Callable[[], None]]] = deque()
         self._waiting: set[Hashable] = set()
         self._alarms: list[tuple[float, int, Hashable, Callable[[], None]]] = []
@@ -79,6 +83,12 @@ class Mover:
         with self._change:
             return next((alarm[0] for alarm in self._alarms if alarm[2] == key), None)
 
+    def relieve(self) -> bool:
+        """Pages are short: copies are not paced for now; True while one holds pages."""
+        if self.holding:
+            self._pace.rush(RUSH_S)
+        return self.holding > 0
+
     @property
     def queued(self) -> int:
         return len(self._jobs)
@@ -112,6 +122,10 @@ class Mover:
             self._offer(key, job)
 
     def _serve(self) -> None:
+        with self._pace.worker():
+            self._work()
+
+    def _work(self) -> None:
         while True:
             with self._change:
                 self._ring()

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from forkserve.errors import StoreError
-from forkserve.store.calm import be_calm
 from forkserve.store.chunks import Buffer
 from forkserve.store.identity import Fingerprint, Link
 from forkserve.store.metrics import Meter
+from forkserve.store.pace import RUSH_S, Pace
 from forkserve.store.vault import Stored, Vault
 
 __all__ = ["Capture", "Publication", "Publisher"]
@@ -34,7 +34,7 @@ class Capture:
 
     made: Fingerprint
     links: Sequence[Link]
-    read: Callable[[Link, list[bytearray]], Buffer]
+    read: Callable[[Link, list[memoryview]], Buffer]
     release: Callable[[], None]
     after: Callable[[], None] | None = None
     _state: Literal["queued", "running", "dropped"] = field(default="queued", repr=False)
@@ -76,6 +76,7 @@ class Publisher:
 
     depth: captures that may wait; one more is refused at once, so that nobody is ever delayed.
     on_failure: told of every publish that failed.  meter: counts what was written and dropped.
+    pace: of that thread, beside passes.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class Publisher:
         depth: int = 2,
         on_failure: Callable[[BaseException], None] | None = None,
         meter: Meter | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.meter = meter or Meter()
+        self.pace = pace or Pace()
         self.dropped = 0
         self.finished = 0
         self._vault = vault
@@ -136,7 +139,10 @@ class Publisher:
             self._count_drop()
             self._release(capture)
         with self._lock:
-            return bool(self._holding)
+            reading = bool(self._holding)
+        if reading:
+            self.pace.rush(RUSH_S)
+        return reading
 
     @property
     def queued(self) -> int:
@@ -165,28 +171,29 @@ class Publisher:
             self._closed = True
             thread, self._thread = self._thread, None
         if thread is not None:
+            self.pace.rush(timeout_s)
             self._queue.put(None)
             thread.join(timeout_s)
 
     def _serve(self) -> None:
-        be_calm()
-        while True:
-            job = self._queue.get()
-            try:
-                if job is None:
-                    return
-                self._run(*job)
-            finally:
-                self._queue.task_done()
+        with self.pace.worker():
+            while True:
+                job = self._queue.get()
+                try:
+                    if job is None:
+                        return
+                    self._run(*job)
+                finally:
+                    self._queue.task_done()
 
     def _put(self, capture: Capture) -> Stored:
         """Chunks into the vault, in as few buffers as possible: new memory costs page faults."""
-        spare: list[bytearray] = []
-        used: list[bytearray] = []
+        spare: list[memoryview] = []
+        used: list[memoryview] = []
 
         def read(link: Link) -> Buffer:
             rows = capture.read(link, spare)
-            if isinstance(rows, bytearray):
+            if isinstance(rows, memoryview):
                 used.append(rows)
             return rows
 

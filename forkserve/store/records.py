@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from forkserve.errors import StoreError
 from forkserve.store.catalog import Catalog
@@ -15,6 +17,8 @@ __all__ = [
     "NameRecord",
     "NodeRecord",
     "SessionRecord",
+    "assemble",
+    "opened",
     "read_name",
     "read_session",
     "remove_name",
@@ -113,26 +117,15 @@ def read_session(catalog: Catalog, session: str, sealer: Sealer | None) -> Sessi
     if not rows:
         return None
     tenant, salt, seed, digest, next_node, next_line = rows[0]
-    runs: dict[int, array[int]] = {}
-    for node, start, blob in catalog.read(
+    runs = catalog.read(
         "SELECT node, start, ids FROM run WHERE session = ? ORDER BY node, start", (session,)
-    ):
-        ids = runs.setdefault(node, array("i"))
-        if start != len(ids):
-            raise StoreError(f"node {node} of session '{session}' lacks tokens from {len(ids)} on")
-        ids.extend(_ids(_opened(blob, f"run{session}/{node}/{start}".encode(), sealer)))
-    nodes = []
-    for node, parent, branch, start, count, mode, line, generation, known in catalog.read(
+    )
+    rows = catalog.read(
         "SELECT id, parent, branch, start, tokens, mode, line, generation, known FROM node"
         " WHERE session = ? ORDER BY id",
         (session,),
-    ):
-        ids = runs.get(node, array("i"))
-        if len(ids) != count:
-            raise StoreError(
-                f"node {node} of session '{session}' has {len(ids)} of its {count} tokens"
-            )
-        nodes.append(NodeRecord(node, parent, branch, start, ids, mode, line, generation, known))
+    )
+    nodes = assemble(session, runs, rows, sealer)
     tips = dict(catalog.read("SELECT line, node FROM tip WHERE session = ?", (session,)))
     if not nodes or tips.get(0) not in {node.id for node in nodes}:
         raise StoreError(f"session '{session}' has no main line in the catalog")
@@ -146,18 +139,18 @@ def read_session(catalog: Catalog, session: str, sealer: Sealer | None) -> Sessi
     return SessionRecord(
         id=session,
         tenant=tenant,
-        salt=_opened(salt, b"salt" + session.encode(), sealer).decode(),
+        salt=opened(salt, b"salt" + session.encode(), sealer).decode(),
         seed=int(seed),
         fingerprint=digest,
         next_node=next_node,
         next_line=next_line,
-        nodes=tuple(nodes),
+        nodes=nodes,
         tips=tips,
         bindings=tuple((role, branch) for role, branch in bindings),
         next_binding=following,
         tool_times=tuple((tool, ms) for tool, ms in times),
         tool_outputs=tuple(
-            (tool, _ids(_opened(blob, f"tool{session}/{tool}".encode(), sealer)))
+            (tool, _ids(opened(blob, f"tool{session}/{tool}".encode(), sealer)))
             for tool, blob in catalog.read(
                 "SELECT tool, ids FROM tool_output WHERE session = ? ORDER BY id", (session,)
             )
@@ -166,11 +159,41 @@ def read_session(catalog: Catalog, session: str, sealer: Sealer | None) -> Sessi
     )
 
 
+def assemble(
+    session: str,
+    runs: Sequence[tuple[Any, ...]],
+    nodes: Sequence[tuple[Any, ...]],
+    sealer: Sealer | None,
+) -> tuple[NodeRecord, ...]:
+    """Nodes from rows of `run` and `node`, both in the order of their ids; each with its text.
+
+    runs: (node, start, ids).  nodes: the columns of `NodeRecord`, with a count for the tokens.
+    Raises StoreError when text is missing, is damaged, or does not open.
+    """
+    texts: dict[int, array[int]] = {}
+    for node, start, blob in runs:
+        ids = texts.setdefault(node, array("i"))
+        if start != len(ids):
+            raise StoreError(f"node {node} of session '{session}' lacks tokens from {len(ids)} on")
+        ids.extend(_ids(opened(blob, f"run{session}/{node}/{start}".encode(), sealer)))
+    out = []
+    for node, parent, branch, start, count, mode, line, generation, known in nodes:
+        ids = texts.get(node, array("i"))
+        if len(ids) != count:
+            raise StoreError(
+                f"node {node} of session '{session}' has {len(ids)} of its {count} tokens"
+            )
+        out.append(NodeRecord(node, parent, branch, start, ids, mode, line, generation, known))
+    return tuple(out)
+
+
 def write_name(catalog: Catalog, made: Fingerprint, of: NameRecord, sealer: Sealer | None) -> None:
     """Give a state a name; a name that is taken is an error.  Raises StoreError."""
     place = of.name.encode()
     raw = token_bytes(of.tokens)
     salt = of.salt.encode()
+    if sealer is not None:
+        salt, raw = sealer.seal(salt, b"salt" + place), sealer.seal(raw, b"name" + place)
     with catalog.write() as db:
         taken = db.execute("SELECT session, node FROM name WHERE name = ?", (of.name,)).fetchone()
         if taken is not None:
@@ -185,13 +208,13 @@ def write_name(catalog: Catalog, made: Fingerprint, of: NameRecord, sealer: Seal
                 of.session,
                 of.node,
                 of.tenant,
-                sealer.seal(salt, b"salt" + place) if sealer else salt,
+                salt,
                 str(of.seed),
                 catalog.fingerprint(db, made),
                 root_id(of.salt).hex(),
                 of.chain,
                 len(of.tokens),
-                sealer.seal(raw, b"name" + place) if sealer else raw,
+                raw,
                 catalog.now(),
             ),
         )
@@ -213,9 +236,9 @@ def read_name(catalog: Catalog, name: str, sealer: Sealer | None) -> NameRecord:
         session=session,
         node=node,
         tenant=tenant,
-        salt=_opened(salt, b"salt" + place, sealer).decode(),
+        salt=opened(salt, b"salt" + place, sealer).decode(),
         seed=int(seed),
-        tokens=_ids(_opened(ids, b"name" + place, sealer)),
+        tokens=_ids(opened(ids, b"name" + place, sealer)),
         chain=chain,
         fingerprint=digest,
     )
@@ -246,7 +269,8 @@ def rename(catalog: Catalog, name: str, to: str, sealer: Sealer | None) -> None:
         )
 
 
-def _opened(blob: bytes, place: bytes, sealer: Sealer | None) -> bytes:
+def opened(blob: bytes, place: bytes, sealer: Sealer | None) -> bytes:
+    """What a blob says, unsealed if the store is encrypted.  Raises StoreError."""
     if sealer is None:
         return bytes(blob)
     try:

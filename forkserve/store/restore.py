@@ -9,8 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from forkserve.store.catalog import Found
@@ -73,16 +74,21 @@ class _Flight:
 
 
 class Restorer:
-    """Loads chunks for any number of callers; a chunk that two want at once is read once."""
+    """Loads chunks for any number of callers; a chunk that two want at once is read once.
 
-    def __init__(self, vault: Vault, threads: int = 2) -> None:
+    The nearest place has threads of its own: reads of a place that hangs hold up their like only.
+    """
+
+    def __init__(self, vault: Vault, threads: int = 2, far_threads: int = 4) -> None:
         self.cost = RestoreCost(vault)
         self.memory_cost = RestoreCost(vault, "memory_cost", 0.05, 2e9 / 1e3)
         self.patience_s = 30.0  # for one chunk, when none came meanwhile
         self.reads = 0  # chunks opened
         self.shared = 0  # chunks that somebody else was reading already
         self._vault = vault
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="forkserve-restore")
+        self._place = next(iter(vault.depots))  # the nearest
+        self._near = ThreadPoolExecutor(threads, thread_name_prefix="forkserve-restore")
+        self._far = ThreadPoolExecutor(far_threads, thread_name_prefix="forkserve-restore-far")
         self._ahead = threads + 2
         self._flights: dict[tuple[bytes, str], _Flight] = {}
         self._lock = threading.Lock()
@@ -102,6 +108,8 @@ class Restorer:
                 except TimeoutError:
                     self._vault.catalog.event("read_slow", s=self.patience_s)
                     return
+                except CancelledError:  # the store was closed
+                    return
                 self._leave(ahead.popleft())
                 if loaded is None:
                     return
@@ -120,11 +128,41 @@ class Restorer:
                 flight.users += 1
                 return flight
             self.reads += 1
-            flight = _Flight(key, self._pool.submit(self._vault.load, made, found))
-            self._flights[key] = flight
+            flight = self._flights[key] = _Flight(key, Future())
+        near = [place for place in found.places if place == self._place]
+        far = [place for place in found.places if place != self._place]
+        job = partial(self._read, flight.future, made, found)
+        try:
+            if near:
+                self._near.submit(job, near, far)
+            else:
+                self._far.submit(job, far, [])
+        except RuntimeError:  # closed meanwhile
+            flight.future.cancel()
         # The callback must not hold the flight: as a cycle it would keep the chunk mapped.
         flight.future.add_done_callback(lambda done: self._landed(key, done))
         return flight
+
+    def _read(
+        self,
+        future: Future[Loaded | None],
+        made: Fingerprint,
+        found: Found,
+        places: Sequence[str],
+        further: Sequence[str],
+    ) -> None:
+        """Load from one of `places`, else leave it to a thread that may wait for the `further`."""
+        if not future.running() and not future.set_running_or_notify_cancel():
+            return
+        try:
+            loaded = self._vault.load(made, found, places)
+            if loaded is None and further:
+                self._far.submit(self._read, future, made, found, further, [])
+                return
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(loaded)
 
     def _leave(self, flight: _Flight) -> None:
         """One of those who asked has it, or does not want it any more."""
@@ -144,7 +182,12 @@ class Restorer:
 
     def close(self) -> None:
         """Wait for what is being read and end the threads.  Idempotent."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._near, self._far):
+            pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            waiting = list(self._flights.values())
+        for flight in waiting:
+            flight.future.cancel()
 
 
 def clock_ms() -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from forkserve.errors import StoreError
 from forkserve.store import faults
-from forkserve.store.migrations import V2
+from forkserve.store.migrations import V2, V3
 
 __all__ = ["APPLICATION_ID", "FILE", "VERSION", "connect", "migrate", "version_of"]
 
@@ -243,8 +243,8 @@ CREATE TABLE weights (
 """
 
 # MIGRATIONS[i] brings version i to i + 1.  A released one is never edited.
-MIGRATIONS: list[str | Callable[[sqlite3.Connection], None]] = [_V1, V2]
-VERSION = 2
+MIGRATIONS: list[str | Callable[[sqlite3.Connection], None]] = [_V1, V2, V3]
+VERSION = len(MIGRATIONS)
 
 
 def connect(

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from forkserve.errors import StoreError
 from forkserve.store import faults
-from forkserve.store.calm import be_calm
+from forkserve.store.pace import Pace
 from forkserve.store.rebuild import Report
 from forkserve.store.vault import Vault
 
@@ -120,6 +120,7 @@ class Scrubber:
         rate: float,
         pause_s: float = 3600.0,
         on_failure: Callable[[BaseException], None] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         if not rate > 0:
             raise StoreError(f"a scrub at {rate} bytes a second makes no sense")
@@ -128,12 +129,16 @@ class Scrubber:
         self._rate = rate
         self._pause_s = pause_s
         self._on_failure = on_failure
+        self._pace = pace or Pace()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="forkserve-scrub", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        be_calm()
+        with self._pace.worker():
+            self._go_round()
+
+    def _go_round(self) -> None:
         done = 0
         while not self._stop.is_set():
             total = 0

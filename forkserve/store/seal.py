@@ -8,6 +8,7 @@ key.  A piece is bound to its place by associated data: moved elsewhere, it does
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from blake3 import blake3
 
 from forkserve.errors import ConfigError, MissingExtra
 from forkserve.store.chunks import Buffer, ChunkFault
+from forkserve.store.pace import pieces
 
 __all__ = ["Sealer", "load_key"]
 
@@ -30,10 +32,14 @@ class Sealer:
             raise ConfigError(f"an encryption key has 32 bytes, not {len(key)}")
         try:
             from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ModuleNotFoundError as error:
             raise MissingExtra("Store encryption", "store", "cryptography") from error
         self._cipher: Any = AESGCM
+        self._stream: Callable[[bytes, bytes], Any] = lambda key, nonce: Cipher(
+            algorithms.AES(key), modes.GCM(nonce)
+        ).encryptor()
         self._invalid: type[Exception] = InvalidTag
         self._key = blake3(key, derive_key_context=_CONTEXT).digest()
         self.key_id = blake3(self._key, derive_key_context=_CONTEXT + " id").digest()[:8]
@@ -41,8 +47,10 @@ class Sealer:
     def seal(self, plain: Buffer, place: bytes) -> bytes:
         """salt | nonce | ciphertext and tag.  `place` must be given again to open it."""
         salt, nonce = os.urandom(_SALT), os.urandom(_NONCE)
-        sealed: bytes = self._cipher(self._derive(salt)).encrypt(nonce, bytes(plain), place)
-        return salt + nonce + sealed
+        stream = self._stream(self._derive(salt), nonce)
+        stream.authenticate_additional_data(place)
+        body = [stream.update(piece) for piece in pieces(plain)]
+        return b"".join([salt, nonce, *body, stream.finalize(), stream.tag])
 
     def unseal(self, sealed: Buffer, place: bytes) -> bytes:
         """The plain bytes.  Raises ChunkFault ("key") if key, place or bytes are not the same."""

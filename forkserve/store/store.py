@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from pydantic import TypeAdapter, ValidationError
-
 from forkserve.errors import ConfigError, StoreError
 from forkserve.store.behind import WriteBehind
 from forkserve.store.budget import Budget
@@ -21,12 +19,14 @@ from forkserve.store.host import HostMemory
 from forkserve.store.identity import Fingerprint, fingerprint, weights_id
 from forkserve.store.journal import TreeJournal
 from forkserve.store.metrics import Meter
+from forkserve.store.pace import Pace
 from forkserve.store.policies import Lru, Policy
 from forkserve.store.publish import Publisher
 from forkserve.store.restore import Restorer
 from forkserve.store.scrub import Scrubber
 from forkserve.store.seal import Sealer, load_key
 from forkserve.store.vault import Vault
+from forkserve.values import positive
 
 __all__ = ["Store"]
 
@@ -88,12 +88,12 @@ class Store:
         sizes = {"budget": budget_bytes, "far": far_bytes, "memory": memory_bytes}
         for name, value in {**sizes, "device": device_bytes}.items():
             if value is not None:
-                _positive(f"{name}_bytes", value, int)
+                positive(f"{name}_bytes", value, int)
         if device_bytes is not None and memory_bytes is None:
             raise ConfigError(f"device_bytes={device_bytes} needs memory_bytes=: how much may move")
-        _positive("queue", queue, int)
+        positive("queue", queue, int)
         if scrub_bytes_s is not None:
-            _positive("scrub_bytes_s", scrub_bytes_s, float)
+            positive("scrub_bytes_s", scrub_bytes_s, float)
         if policy is not None and not isinstance(policy, Policy):
             raise ConfigError(f"policy={policy!r} has no publish(moment, seen) and value(held)")
         try:
@@ -130,17 +130,22 @@ class Store:
                 if limit is not None
             }
             self.vault.rooms.update({p: b.make_room for p, b in self.budgets.items()})
-            self.publisher = Publisher(self.vault, queue, self.failed, self.meter)
+            self.pace = Pace()
+            self.publisher = Publisher(self.vault, queue, self.failed, self.meter, self.pace)
             self.memory = HostMemory(memory_bytes, self.policy) if memory_bytes else None
             self.restorer = Restorer(self.vault)
             may_write = role != "reader"
             self.behind: WriteBehind | None = None
             if write_behind and may_write:
-                self.behind = WriteBehind(self.vault, places[0].place, on_failure=self.failed)
+                self.behind = WriteBehind(
+                    self.vault, places[0].place, on_failure=self.failed, pace=self.pace
+                )
                 self.behind.start()
             self.scrubber: Scrubber | None = None
             if scrub_bytes_s is not None and may_write:
-                self.scrubber = Scrubber(self.vault, scrub_bytes_s, on_failure=self.failed)
+                self.scrubber = Scrubber(
+                    self.vault, scrub_bytes_s, on_failure=self.failed, pace=self.pace
+                )
         except BaseException:
             self.catalog.close()
             raise
@@ -179,6 +184,7 @@ class Store:
             "last_failure": self.last_failure,
             "published": self.publisher.finished,
             "dropped": self.publisher.dropped,
+            "rested_s": self.pace.rested_s,
             "chunks_read": self.restorer.reads,
             "bytes_verified": self.vault.verified_bytes,
             "restore_bytes_per_ms": self.restorer.cost.rate,
@@ -250,15 +256,6 @@ class Store:
 def _known(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is not known; {', '.join(choices)} are")
-
-
-def _positive(name: str, value: object, kind: type[int] | type[float]) -> None:
-    try:
-        found = TypeAdapter(kind).validate_python(value, strict=True)
-    except ValidationError:
-        found = 0
-    if not found > 0:
-        raise ConfigError(f"{name}={value!r} must be a positive {kind.__name__}, or left out")
 
 
 def _distinct(places: Sequence[Depot]) -> None:

@@ -32,7 +32,7 @@ __all__ = ["Loaded", "Stored", "Vault"]
 
 _log = logging.getLogger(__name__)
 _TRIES = 3
-_STAGED = 32 << 20  # bytes held in memory before they are made durable
+_STAGED = 8 << 20  # bytes held in memory before they are made durable
 
 
 @dataclass(slots=True)
@@ -231,14 +231,17 @@ class Vault:
 
     # ---------------------------------------------------------------- reading
 
-    def load(self, made: Fingerprint, found: Found) -> Loaded | None:
+    def load(
+        self, made: Fingerprint, found: Found, places: Sequence[str] | None = None
+    ) -> Loaded | None:
         """The verified rows of a chunk from the first place that has them sound; None if none has.
 
+        places: only these.
         Damage is quarantined and struck from the catalog at once.  A chunk that is sound but not
         for us (other key, newer version) is a miss and stays.  A place that cannot be read now is
         skipped.
         """
-        for place in sorted(found.places, key=self._rank):
+        for place in sorted(found.places if places is None else places, key=self._rank):
             depot = self.depots.get(place)
             if depot is None:
                 continue

@@ -233,6 +233,7 @@ def test_memory_follows_live_pages() -> None:
         capacity_pages=1 << 20,
         scratch_rows=64,
         dtype=torch.float32,
+        spare_bytes=0,
     )
     assert kv.rows.nbytes > 60e9
     assert resident_bytes() - before < 20e6

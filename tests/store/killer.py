@@ -20,7 +20,7 @@ from forkserve import Engine, ForkServeConfig
 from forkserve.engine import MockBackend
 from forkserve.errors import StoreError
 from forkserve.store import Store, faults
-from forkserve.store.bundle import export_names, import_bundle
+from forkserve.store.bundle import export_bundle, import_bundle
 from forkserve.store.collect import collect
 from forkserve.store.depots import LocalDepot
 from forkserve.store.policies import KeepSession
@@ -32,6 +32,7 @@ from .rig import PRINT, chain, rows
 from .test_migrate import old_store
 
 CONFIG = ForkServeConfig(page_size=16, capacity_pages=512)
+TRAVELS = [n * 7 % 251 for n in range(600)]
 
 
 def open_store(folder: Path, **options: Any) -> Store:
@@ -102,6 +103,7 @@ def work(folder: Path, acks: int, seed: int, bundle: Path) -> None:
                 import_bundle(store.vault, bundle)
             with store.catalog.write() as db:
                 db.execute("DELETE FROM name WHERE name = 'travels'")
+                db.execute("DELETE FROM session WHERE id = 'moved'")
         eng.observe("a", "tool", ms=1.0, output=[turn, 1, 2], schema_stable=True)
         if turn % 2:
             collect(store.vault, grace_s=-5)
@@ -141,6 +143,12 @@ def check(folder: Path, acked: list[int], writing: bool) -> None:
         if writing:
             eng.store.behind.drain(20)
             assert eng.publish("a").tokens == len(eng.tokens("a")) // 256 * 256
+    if "moved" in eng.stored_sessions():  # whole, or not at all
+        eng.resume("moved")
+        assert eng.tokens("moved") == [*TRAVELS, 1, 2, 3, 4]
+        assert [node.branch for node in eng.tree("moved")][1:] == ["aside", "next"]
+        assert eng.generate("moved", 2) == cold([*TRAVELS, 1, 2, 3, 4], 2)
+        eng.close("moved")
     if names and writing:
         eng.tokens(eng.restore(str(names[0][0])).id)
     eng.store.behind.drain(20)  # what was on its way when the process was killed arrives
@@ -208,10 +216,12 @@ def round_(folder: Path, seed: int, bundle: Path, point: str, nth: int, after_s:
 def make_bundle(folder: Path) -> Path:
     def job() -> None:
         eng = open_engine(folder / "source")
-        h = eng.open([n * 7 % 251 for n in range(600)])
+        h = eng.open(TRAVELS, session="moved")
         eng.publish(h.id, name="travels")
+        eng.attempt("moved", eng.fork("moved", h.tip, "aside", [9, 9]))
+        eng.commit("moved", h.tip, [1, 2, 3, 4], branch="next")
         assert eng.store is not None
-        export_names(eng.store.vault, folder / "bundle")
+        export_bundle(eng.store.vault, folder / "bundle", ["travels"], ["moved"])
         shut(eng)
 
     _, status = os.waitpid(fork(job), 0)

@@ -11,7 +11,7 @@ import pytest
 
 from forkserve.errors import StoreError
 from forkserve.store import Store
-from forkserve.store.bundle import export_names, import_bundle
+from forkserve.store.bundle import export_bundle, import_bundle
 from forkserve.store.rebuild import verify
 
 from .engines import PROMPT, cold, engine
@@ -26,7 +26,7 @@ def bundle(tmp_path: Path) -> Path:
     eng.commit("a", h.tip, PROMPT[:300])
     eng.publish("a", name="case-17/after-triage")
     assert eng.store is not None
-    done = export_names(eng.store.vault, tmp_path / "bundle")
+    done = export_bundle(eng.store.vault, tmp_path / "bundle")
     assert (len(done.names), done.chunks) == (2, 3)
     eng.shutdown()
     return tmp_path / "bundle"
@@ -166,13 +166,13 @@ def test_a_name_that_is_taken_by_another_text_is_refused(tmp_path: Path, bundle:
 def test_export_says_what_it_cannot_do(tmp_path: Path, bundle: Path) -> None:
     target = tmp_path / "out"
     with Store(tmp_path / "empty", "shared") as store, pytest.raises(StoreError, match="no named"):
-        export_names(store.vault, target)
+        export_bundle(store.vault, target)
     with Store(tmp_path / "from", "shared") as store:
         with pytest.raises(StoreError, match="no state named"):
-            export_names(store.vault, target, ["nobody"])
+            export_bundle(store.vault, target, ["nobody"])
         next((tmp_path / "from" / "chunks").rglob("*.kv")).write_bytes(b"spoilt")
         with pytest.raises(StoreError, match="no sound copy"):
-            export_names(store.vault, target)
+            export_bundle(store.vault, target)
     assert not target.exists()
     assert not list(tmp_path.glob(".out*"))
 
@@ -185,7 +185,7 @@ def test_an_encrypted_bundle_needs_the_key(tmp_path: Path, monkeypatch: pytest.M
         eng = engine(store)
         eng.open(PROMPT, session="a")
         eng.publish("a", name="x")
-        export_names(store.vault, path)
+        export_bundle(store.vault, path)
         eng.shutdown()
     with Store(tmp_path / "to", encrypt="env:K") as store:
         import_bundle(store.vault, path)

@@ -18,6 +18,7 @@ from forkserve.errors import SessionError, StoreError
 from forkserve.store import Store, faults
 from forkserve.store.decisions import choose, decisions, repeats
 from forkserve.store.identity import Fingerprint, fingerprint
+from forkserve.store.policies import Held, KeepSession, Lru
 from forkserve.store.rebuild import integrity, verify
 from forkserve.store.restore import Restorer
 
@@ -169,8 +170,9 @@ def test_every_recorded_choice_comes_out_the_same_from_its_row(tmp_path: Path) -
 
 def test_what_is_no_single_choice_is_not_judged() -> None:
     row = {"what": "restore", "reason": "memory", "cost_ms": 1.0, "gain_ms": 0.5, "actual_ms": 1.0}
-    assert repeats(row) is None
+    row |= {"worth": None, "against": None, "verdict": "restored"}
     assert repeats({**row, "what": "evict", "reason": "expired"}) is None
+    assert repeats({**row, "what": "move"}) is None, "of a version that noted no worth"
     assert repeats({**row, "reason": "faster"}) is False
 
 
@@ -260,3 +262,49 @@ def test_an_old_leftover_that_gc_takes_while_it_is_relied_on_is_written_anew(
     assert good(v, chain(range(4))) == 1
     assert verify(v).clean
     v.catalog.close()
+
+
+# -------------------------------------------------------------------- the tier in memory
+
+
+def test_every_recorded_choice_of_the_memory_tier_comes_out_the_same(tmp_path: Path) -> None:
+    """Pieces that are taken, displaced, too large or worth less; rows raised and computed."""
+    row = 16
+    for policy in (Lru(), KeepSession(), Stingy()):
+        for mode in ("auto", "always"):
+            for limit in (100 * row, 900 * row, 1 << 20):
+                with Store(
+                    tmp_path,
+                    memory_bytes=limit,
+                    device_bytes=30 * 8 * row,
+                    policy=policy,
+                    restore=mode,  # type: ignore[arg-type]
+                ) as store:
+                    eng = engine(store, prefix_index=False, capacity_pages=200)
+                    for n in range(3):
+                        h = eng.open([n, *TEXT[:690]])
+                        assert eng.settle_tiers()
+                        if n == 1:
+                            store.restorer.memory_cost.rate = 1.0  # hopeless
+                        assert eng.generate(h.id, 2) == cold([n, *TEXT[:690]], 2)
+                        assert eng.settle_tiers()
+                    eng.shutdown()
+    found = ask(tmp_path, "decisions", "--limit", 10_000)
+    moves = [r for r in found if r["what"] == "move"]
+    raised = [r for r in found if r["what"] == "restore" and r["reason"].startswith("memory")]
+    assert {r["repeats"] for r in moves + raised} == {True}
+    assert {r["reason"] for r in moves} == {"idle", "worth_less", "too_large"}
+    assert {r["verdict"] for r in raised} == {"restored", "computed"}
+    assert any(r["against"] is not None and r["verdict"] == "memory" for r in moves)
+    assert "memory_always" in {r["reason"] for r in raised}
+    assert "DIFFERS" not in run(tmp_path, "decisions", "--limit", 10_000).output
+    with Store(tmp_path) as store, store.catalog.write() as db:
+        db.execute("UPDATE decision SET against = worth + 1 WHERE what = 'move'")
+    assert "DIFFERS" in run(tmp_path, "decisions", "--limit", 10_000, code=1).output
+
+
+class Stingy(Lru):
+    """What is there already is worth more than what comes."""
+
+    def value(self, held: Held) -> float:
+        return held.idle_s

@@ -116,6 +116,8 @@ class LocalBackend:
         begin = self.clock.now_ms()
         torch_threads()
         with self._gate:
+            targets = [Span("", [c.dst_page], 0, c.rows) for c in batch.copies]
+            self._kv.take([*targets, *(work.write for work in batch.works if work.write)])
             self._kv.copy(batch.copies)
             results = self._run(self._runner, batch.works) if batch.works else []
         elapsed = self.clock.now_ms() - begin
@@ -144,14 +146,20 @@ class LocalBackend:
         with self._gate:
             return self._kv.read(spans)
 
-    def read_rows_into(self, spans: Sequence[Span], out: bytearray) -> None:
+    def read_rows_into(
+        self,
+        spans: Sequence[Span],
+        out: bytearray | memoryview,
+        rest: Callable[[], None] | None = None,
+    ) -> None:
         """The same into a buffer that is there already; see `Refilling`."""
         with self._gate:
-            self._kv.read_into(spans, out)
+            self._kv.read_into(spans, out, rest)
 
     def write_rows(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """Rows of a stored run into the slots of a span; see `Portable`."""
         with self._gate:
+            self._kv.take([span])
             self._kv.write(span, rows, at)
 
     def close(self) -> None:

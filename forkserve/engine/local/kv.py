@@ -17,11 +17,13 @@ import contextlib
 import math
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
+from forkserve.engine.local.spare import Spare
 from forkserve.errors import ConfigError
 from forkserve.kernels.copy_rows import copy_rows
 from forkserve.types import RowCopy, Span
@@ -32,6 +34,7 @@ __all__ = ["PagedKV", "runs_of"]
 # of memory: an untouched pool costs nothing, and is refused only if it cannot be addressed.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _RELEASE_PAGES = 64  # freed runs at least this long go back to the operating system
+_SPARE_BYTES = 256 << 20  # that freed pages may keep
 
 
 class PagedKV:
@@ -47,6 +50,7 @@ class PagedKV:
         capacity_pages: int,
         scratch_rows: int,
         dtype: torch.dtype,
+        spare_bytes: int = _SPARE_BYTES,
     ) -> None:
         self.page_size = page_size
         self.capacity_rows = capacity_pages * page_size
@@ -63,6 +67,8 @@ class PagedKV:
         # The same memory as plain words, since numpy knows no bfloat16.
         self._word = np.dtype(f"u{dtype.itemsize}")
         self._words = np.frombuffer(area, self._word).reshape(self._shape)
+        self._spare = Spare(spare_bytes // (self.bytes_per_token * page_size))
+        self._lock = threading.Lock()  # of what is spare: pages are freed beside a pass
 
     @property
     def bytes_per_token(self) -> int:
@@ -79,16 +85,24 @@ class PagedKV:
         self.read_into(spans, out)
         return out
 
-    def read_into(self, spans: Sequence[Span], out: bytearray) -> None:
-        """The same into a buffer of that many bytes."""
+    def read_into(
+        self,
+        spans: Sequence[Span],
+        out: bytearray | memoryview,
+        rest: Callable[[], None] | None = None,
+    ) -> None:
+        """The same into a buffer of that many bytes.  rest: called after each layer."""
         layers, heads, _, dim = self._shape
         count = sum(span.length for span in spans)
         run = np.frombuffer(out, self._word).reshape(layers, heads, count, dim)
-        done = 0
-        for span in spans:
-            for row, rows in runs_of(span, self.page_size):
-                run[:, :, done : done + rows] = self._words[:, :, row : row + rows]
+        runs = [piece for span in spans for piece in runs_of(span, self.page_size)]
+        for layer in range(layers):
+            done = 0
+            for row, rows in runs:
+                run[layer, :, done : done + rows] = self._words[layer, :, row : row + rows]
                 done += rows
+            if rest is not None:
+                rest()
 
     def write(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """Write the rows from `at` on of a run that `read` gave to the slots of a span."""
@@ -99,11 +113,28 @@ class PagedKV:
             at += count
 
     def discard(self, pages: Sequence[int]) -> None:
-        """Give the memory of long freed runs back; short ones will be reused soon."""
+        """Pages were freed: give back the memory of long runs of what was freed longest ago.
+
+        As much as `spare_bytes` stays, and short runs do: both will be reused.
+        """
         area = self._map
-        if area is None or len(pages) < _RELEASE_PAGES or not hasattr(mmap, "MADV_DONTNEED"):
+        if area is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
-        ordered = sorted(pages)
+        with self._lock:
+            gone = self._spare.free(pages)
+            if len(gone) >= _RELEASE_PAGES:
+                self._give_back(area, sorted(gone))
+
+    def take(self, spans: Sequence[Span]) -> None:
+        """The slots of these spans are about to be written; call it before."""
+        if len(self._spare):
+            with self._lock:
+                for span in spans:
+                    first, end = span.offset, span.offset + span.length
+                    pages = span.pages[first // self.page_size : -(-end // self.page_size)]
+                    self._spare.take(pages)
+
+    def _give_back(self, area: mmap.mmap, ordered: Sequence[int]) -> None:
         start = previous = ordered[0]
         for page in [*ordered[1:], -1]:
             if page == previous + 1:

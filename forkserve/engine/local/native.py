@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -121,11 +121,30 @@ class NativeKV(PagedKV):
         if copies:
             attention.copy_rows(self._library, self.pool, copies)
 
-    def read_into(self, spans: Sequence[Span], out: bytearray) -> None:
+    def read_into(
+        self,
+        spans: Sequence[Span],
+        out: bytearray | memoryview,
+        rest: Callable[[], None] | None = None,
+    ) -> None:
         """See `PagedKV`."""
         runs = [run for span in spans for run in runs_of(span, self.page_size)]
         self._check(runs)
-        attention.read_rows(self._library, self.pool, runs, out)
+        if rest is None:
+            attention.read_rows(self._library, self.pool, runs, out)
+            return
+        view, layers = memoryview(out), self._shape[0]
+        size = len(out) // layers
+        for layer in range(layers):
+            part = view[layer * size : (layer + 1) * size]
+            attention.read_rows(self._library, self._layer(layer), runs, part)
+            rest()
+
+    def _layer(self, number: int) -> Pool:
+        """The pool of one layer alone."""
+        whole = self.pool
+        base = self.rows[number].data_ptr()
+        return Pool(base, 1, whole.kv_heads, whole.dim, whole.page, whole.rows, whole.bf16)
 
     def write(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """See `PagedKV`."""

@@ -231,7 +231,10 @@ def copy_rows(library: ctypes.CDLL, pool: Pool, copies: Sequence[RowCopy]) -> No
 
 
 def read_rows(
-    library: ctypes.CDLL, pool: Pool, runs: Sequence[tuple[int, int]], out: bytearray
+    library: ctypes.CDLL,
+    pool: Pool,
+    runs: Sequence[tuple[int, int]],
+    out: bytearray | memoryview,
 ) -> None:
     """Rows of `runs` (first row of the pool, count) into `out` as bytes, [layers, 2*Hk, n, D].
 

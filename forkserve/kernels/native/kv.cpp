@@ -62,9 +62,12 @@ void move(Rows<T> from, int64_t source, Rows<T> to, int64_t target, int64_t coun
         const int64_t yr = to.row_step(), yd = to.dim_step(), dim = to.dim;
         if (xd == 1 && yd == 1) {
             std::memcpy(y, x, sizeof(T) * rows * dim);
-        } else {
+        } else if (yd == 1) {
             for (int64_t j = 0; j < rows; j++)
-                for (int64_t d = 0; d < dim; d++) y[j * yr + d * yd] = x[j * xr + d * xd];
+                for (int64_t d = 0; d < dim; d++) y[j * yr + d] = x[j * xr + d * xd];
+        } else {  // stores in order: twice as fast as loads in order
+            for (int64_t d = 0; d < dim; d++)
+                for (int64_t j = 0; j < rows; j++) y[j * yr + d * yd] = x[j * xr + d * xd];
         }
         source += rows;
         target += rows;

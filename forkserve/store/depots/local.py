@@ -17,6 +17,7 @@ from pathlib import Path
 from forkserve.store import faults
 from forkserve.store.chunks import Buffer
 from forkserve.store.depots.protocol import Stat
+from forkserve.store.pace import breathe, paced, pieces
 
 __all__ = ["LocalDepot"]
 
@@ -73,12 +74,14 @@ class LocalDepot:
             faults.reach("chunk.written")
             for _, _, file in pending:
                 os.fdatasync(file)
+                breathe()
             faults.reach("chunk.synced")
             for temp, path, _ in pending:
                 os.replace(temp, path)
             faults.reach("chunk.renamed")
             for home in homes:
                 _sync_folder(home)
+                breathe()
             faults.reach("chunk.durable")
         except BaseException:
             for temp, _, _ in pending:
@@ -102,7 +105,7 @@ class LocalDepot:
                 area = mmap.mmap(-1, 1)  # an empty file cannot be mapped: it is damaged anyway
             else:
                 # Read-only: populating a writable private mapping would copy every page.
-                flags = mmap.MAP_SHARED | _POPULATE
+                flags = mmap.MAP_SHARED | (0 if paced() else _POPULATE)
                 area = mmap.mmap(file, stat.bytes, flags=flags, prot=mmap.PROT_READ)
         finally:
             os.close(file)
@@ -198,9 +201,10 @@ def _stat(key: str, s: os.stat_result) -> Stat:
 
 def _write(file: int, parts: Sequence[Buffer]) -> None:
     for part in parts:
-        view = memoryview(part).cast("B")
-        while len(view):
-            view = view[os.write(file, view) :]
+        for piece in pieces(part):
+            left = piece
+            while len(left):
+                left = left[os.write(file, left) :]
 
 
 def _sync_folder(folder: Path) -> None:

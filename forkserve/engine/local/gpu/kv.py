@@ -6,7 +6,7 @@ copies, and behind the rows into what `read` gives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -102,7 +102,12 @@ class DeviceKV:
             out += _bytes(self.scales.index_select(2, at))
         return out
 
-    def read_into(self, spans: Sequence[Span], out: bytearray) -> None:
+    def read_into(
+        self,
+        spans: Sequence[Span],
+        out: bytearray | memoryview,
+        rest: Callable[[], None] | None = None,
+    ) -> None:
         """The same into a buffer of that many bytes."""
         memoryview(out)[:] = self.read(spans)
 
@@ -119,6 +124,9 @@ class DeviceKV:
         if self.scales is not None:
             scales = run[split:].view(torch.float32).view(layers, heads, count)[:, :, taken]
             self.scales.index_copy_(2, where, scales.to(self._device))
+
+    def take(self, spans: Sequence[Span]) -> None:
+        """Nothing is ever given back; see `discard`."""
 
     def discard(self, pages: Sequence[int]) -> None:
         """Device memory is not given back page by page: it was taken for this pool alone."""

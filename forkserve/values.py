@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from operator import index
+from sys import float_info
 from typing import Any
 
 from forkserve.errors import ConfigError
 
-__all__ = ["number", "text", "whole"]
+__all__ = ["number", "positive", "text", "whole"]
 
 
 def whole(name: str, value: Any) -> int:
@@ -29,6 +30,16 @@ def number(name: str, value: Any, low: float = 0.0, high: float = float("inf")) 
     if not low <= found <= high:
         raise ConfigError(f"{name}={value!r} must lie in [{low:g}, {high:g}]")
     return found
+
+
+def positive(name: str, value: Any, kind: type[int] | type[float]) -> None:
+    """Refuse what is no finite number above zero; a whole one for int.  Raises ConfigError."""
+    try:
+        found = whole(name, value) if kind is int else number(name, value, high=float_info.max)
+    except ConfigError:
+        found = 0
+    if isinstance(value, bool) or not found > 0:
+        raise ConfigError(f"{name}={value!r} must be a positive {kind.__name__}, or left out")
 
 
 def text(name: str, value: Any) -> str:
