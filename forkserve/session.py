@@ -30,6 +30,7 @@ from forkserve import aio
 from forkserve.branch import Branch
 from forkserve.control.commit import CommitResult
 from forkserve.control.generation import Generation
+from forkserve.engine.prompting import render_prompt
 from forkserve.errors import ConfigError, NodeError, SessionError
 from forkserve.reply import (
     AsyncStream,
@@ -320,4 +321,4 @@ def _prompt(engine: Engine, prompt: Prompt) -> str | Tokens:
         return prompt  # type: ignore[return-value]
     if not all(isinstance(m, Mapping) and "role" in m for m in prompt):
         raise ConfigError("chat messages are dicts with a 'role' and a 'content'")
-    return engine.backend.tokenizer.render(prompt)  # type: ignore[arg-type]
+    return render_prompt(engine.backend.tokenizer, prompt)  # type: ignore[arg-type]

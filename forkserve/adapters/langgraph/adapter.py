@@ -19,6 +19,7 @@ from forkserve.adapters.langgraph.state import Ref, field
 from forkserve.adapters.langgraph.sweeper import Sweeper
 from forkserve.api import Engine
 from forkserve.errors import AdapterError
+from forkserve.prompt_text import PromptText
 from forkserve.session import Prompt
 from forkserve.types import Tokens
 
@@ -115,6 +116,8 @@ class ForkServe:
         elif arg is None or isinstance(arg, Mapping):
             extra["fork_parent"] = {}  # from the root; a subgraph sees that it is a branch
         if text:
+            if isinstance(text, PromptText):  # its marks would not outlive a checkpoint
+                text = self.engine.backend.tokenizer.encode(text)
             extra["fork_text"] = text if isinstance(text, str) else list(text)
         more = {} if timeout is None else {"timeout": timeout}
         return Send(node, _with(arg, extra), **more)

@@ -12,8 +12,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from forkserve.engine.local.chat import ChatTemplate
+from forkserve.engine.local.literal import Literal
 from forkserve.engine.local.vocabulary import from_metadata, named_tokens
 from forkserve.errors import ModelError
+from forkserve.prompt_text import Piece, PromptText, occurrences, pattern_of
 
 __all__ = ["LocalTokenizer"]
 
@@ -36,7 +38,11 @@ class LocalTokenizer:
 
     A SentencePiece tokenizer may put a space before the text that it is given; where it does, the
     bytes of a text's ids begin with it.
+    split_special_tokens: what looks like a control token in a conversation is content, and is split
+    into plain tokens; False trusts all of it.
     """
+
+    split_special_tokens = True
 
     def __init__(
         self,
@@ -55,19 +61,39 @@ class LocalTokenizer:
         self._backend = backend
         self._where = where
         added = backend.get_added_tokens_decoder()
-        self._special = frozenset(i for i, token in added.items() if token.special)
+        control = {i: token for i, token in added.items() if token.special}
+        self._special = frozenset(control)
+        names = [token.content for token in control.values()]
+        self._controls = pattern_of(names)
+        # What is normalised may become the name of a control token.
+        folding = backend.normalizer is not None
+        self._folding = folding and any(token.normalized for token in control.values())
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._bytes = self._token_bytes({i: token.content for i, token in added.items()})
         self._templates = {
-            name: ChatTemplate(source, named, where) for name, source in templates.items()
+            name: ChatTemplate(source, named, where, names) for name, source in templates.items()
         }
 
     # -- Tokenizer protocol ----------------------------------------------------------------
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of `text`; adds nothing at either end."""
-        backend = self._backend if special else self._literal
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        """Ids of `text`; adds nothing at either end.
+
+        special=False: of the whole text as content.  Of a `PromptText` what is marked is content.
+        """
+        if not special:
+            return self._literal.encode(text)
+        own: list[Piece] = []
+        pattern = self._controls if isinstance(text, PromptText) else None
+        if pattern is not None and (self._folding or text.plain):  # type: ignore[attr-defined]
+            found = list(occurrences(text, pattern))
+            own = [piece for piece, free in found if free]
+            if len(own) < len(found):
+                return self._literal.encode(str(text), own)
+        ids: list[int] = self._backend.encode(str(text), add_special_tokens=False).ids
+        unsafe = pattern is not None and self._folding
+        if unsafe and sum(i in self._special for i in ids) > len(own):
+            return self._literal.encode(str(text), own)
         return ids
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
@@ -84,13 +110,22 @@ class LocalTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-    ) -> str:
-        """Chat messages as text, by the model's own template: its "tool_use" one given tools."""
+    ) -> PromptText:
+        """Chat messages as text, by the model's own template: its "tool_use" one given tools.
+
+        Control tokens are those that the template writes; see `ChatTemplate.render`.
+        """
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
             raise ModelError(f"{self._where} has no chat template; give the prompt as text")
-        return template.render(messages, tools, documents, add_generation_prompt)
+        return template.render(
+            messages,
+            tools,
+            documents,
+            add_generation_prompt,
+            split_special_tokens=self.split_special_tokens,
+        )
 
     # -- beyond the protocol ---------------------------------------------------------------
 
@@ -100,11 +135,9 @@ class LocalTokenizer:
         return [i for i in ids if i is not None and i in self._special]
 
     @cached_property
-    def _literal(self) -> Tokenizer:
-        """A twin that reads markers as plain text (a mode of the object, not of the call)."""
-        twin = Tokenizer.from_str(self._backend.to_str())
-        twin.encode_special_tokens = True
-        return twin
+    def _literal(self) -> Literal:
+        """Built when content is first encoded as such: a second tokenizer."""
+        return Literal(self._backend)
 
     def _token_bytes(self, added: Mapping[int, str]) -> dict[int, bytes]:
         byte_level = b"ByteLevel" in _state(self._backend.decoder)
