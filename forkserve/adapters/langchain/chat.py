@@ -308,7 +308,8 @@ class ChatForkServe(BaseChatModel):
         if wanted < 1:
             raise ConfigError(f"max_tokens={wanted} must be >= 1, or None for {DEFAULT_MAX_TOKENS}")
         timeout = kwargs.get("timeout", self.timeout)
-        count = whole("n", kwargs.get("n") or self.n)
+        asked = kwargs.get("n")
+        count = whole("n", self.n if asked is None else asked)
         if count < 1:
             raise ConfigError(f"n={count} replies; ask for at least 1")
         params = self._sampling(engine, tools, choice, stop, kwargs)

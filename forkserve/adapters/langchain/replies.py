@@ -159,7 +159,7 @@ class Chunks:
 
 
 def result(call: Call, replies: Sequence[Reply]) -> ChatResult:
-    """The whole replies.  The first one's usage counts the prompt, as OpenAI's does once."""
+    """The whole replies; the usage of each counts the prompt that they share."""
     generations, said = [], sum(len(reply.tokens) for reply in replies)
     for reply in replies:
         reading = Reading(call.tools)
