@@ -248,6 +248,37 @@ def test_ids_are_those_of_hugging_face(seed: int) -> None:
     assert ids == want, name
 
 
+def test_tokens_that_the_configuration_alone_declares(tmp_path: Path) -> None:
+    """In the vocabulary, or next in number: as Hugging Face, they are control tokens."""
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate([*letters, "<eos>", "<extra>"])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = byte_words()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    flags = {"lstrip": False, "rstrip": True, "normalized": False, "single_word": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "additional_special_tokens": ["<extra>"],
+        "added_tokens_decoder": {
+            "258": {"content": "<|im_end|>", "special": True, **flags},
+            "259": {"content": "<tool>", "special": False, **flags, "rstrip": False},
+            "400": {"content": "<far>", "special": True, **flags},
+        },
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = LocalTokenizer.from_folder(tmp_path)
+    hub = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    for text in ("a<eos>b", "a<|im_end|>  b<tool> c<extra>", "x"):
+        assert ours.encode(text) == hub.encode(text, add_special_tokens=False)
+    assert ours.encode("a<|im_end|>  b<tool>")[1:] == [258, vocab["b"], 259]
+    assert ours._special == {256, 257, 258}
+    assert ours.vocab_size == 260
+    assert special(ours, ours.encode("<eos><|im_end|><extra>", special=False)) == []
+
+
 @pytest.mark.model
 def test_smollm2() -> None:
     from forkserve.engine.local.checkpoint import open_tokenizer

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from forkserve.engine.local.chat import ChatTemplate
 from forkserve.engine.local.literal import Literal
@@ -30,6 +30,7 @@ _END_MARKERS = (
     "</s>",
     "<eos>",
 )
+_FLAGS = ("lstrip", "normalized", "rstrip", "single_word")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -184,7 +185,36 @@ class LocalTokenizer:
             text = value.get("content") if isinstance(value, dict) else value
             if role.endswith("_token") and isinstance(text, str):
                 named[role] = text
+        _declare(backend, config, named.values())
         return cls(backend, templates=_templates(folder, config), named=named, where=str(folder))
+
+
+def _declare(backend: Tokenizer, config: Mapping[str, Any], roles: Iterable[str]) -> None:
+    """Add the tokens that tokenizer_config.json alone knows of, as Hugging Face does.
+
+    Those that have no id in the vocabulary, nor the next one, are left out: a model has no row for
+    them.  roles: special tokens by name.
+    """
+    special = {*roles}
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        found = config.get(name) or ()
+        for one in found.values() if isinstance(found, dict) else found:
+            special.add(one["content"] if isinstance(one, dict) else str(one))
+    declared = config.get("added_tokens_decoder") or {}
+    wanted = {entry["content"]: (int(i), entry) for i, entry in declared.items()}
+    for content in sorted(special - wanted.keys()):
+        wanted[content] = (-1, {"content": content})
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for content, (place, entry) in sorted(wanted.items(), key=lambda item: item[1][0]):
+        there = backend.token_to_id(content)
+        if (
+            content
+            and content not in known
+            and (there is not None or place == backend.get_vocab_size(with_added_tokens=True))
+        ):
+            flags = {name: bool(entry.get(name)) for name in _FLAGS}
+            flags["special"] = content in special or bool(entry.get("special"))
+            backend.add_tokens([AddedToken(content, **flags)])
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
