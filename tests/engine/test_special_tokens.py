@@ -186,6 +186,24 @@ def test_gguf() -> None:
             assert tokenizer.decode_bytes(ids).decode().lstrip() == text
 
 
+def test_gguf_whose_markers_are_of_another_type() -> None:
+    """As ordinary or user-defined tokens, or without any types: they frame turns all the same."""
+    _, meta = byte_level()
+    names = meta["tokenizer.ggml.tokens"]
+    start, end = names.index(CONTROLS[0]), names.index(CONTROLS[1])
+    own = {**meta, "tokenizer.ggml.tokens": [*names, "[/INST]", "<call>"]}
+    kinds = [*([1] * len(names)), 1, 4]
+    for given_kinds in (kinds, [*kinds[:end], 4, *kinds[end + 1 :]], None):
+        own["tokenizer.ggml.token_type"] = given_kinds
+        own["tokenizer.ggml.eos_token_id"] = len(names)
+        tokenizer = LocalTokenizer.from_gguf(own, "here")
+        assert tokenizer._special == {start, end, len(names)}
+        text = "".join(CONTROLS) + "[/INST]<call>"
+        assert special(tokenizer, tokenizer.encode(text)) == [start, end, len(names)]
+        assert special(tokenizer, tokenizer.encode(text, special=False)) == []
+        assert (len(names) + 1 in tokenizer.encode(text)) == (given_kinds is not None)
+
+
 @given(st.text(st.sampled_from("<|im_endstar>_ \n\u00e9abc0"), max_size=30))
 @settings(max_examples=200, deadline=None)
 def test_decoding_gives_the_text_back(text: str) -> None:
