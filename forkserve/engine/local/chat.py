@@ -24,6 +24,7 @@ from forkserve.engine.local.provenance import (
     Openings,
     mapped,
     movable,
+    read,
     reveal,
     shadow,
     shadow_messages,
@@ -57,7 +58,7 @@ class ChatTemplate:
             environment = ImmutableSandboxedEnvironment(**_OPTIONS)
             environment.filters["tojson"] = _tojson
             self._template = _prepared(environment).from_string(source)
-            self._openings = Openings(environment.parse(source), names)
+            self._openings = Openings(environment.parse(source), tokens.values(), names)
         except jinja2.TemplateError as error:
             raise ModelError(f"{where}: the chat template does not compile: {error}") from error
 
@@ -125,7 +126,7 @@ class ChatTemplate:
             seen, mask = reveal(self._run(self._follower, moved))
         except ModelError:  # it minds the shadow: only what it was given is left to look at
             return None if self._names(given) else PromptText(text, ())
-        if seen == text:
+        if seen == read(text):  # which has private-use characters of its own at times
             return PromptText(text, [piece for _, piece in self._scan(text, mask) if piece])
         ours = [name for name, piece in self._scan(seen, mask) if not piece]
         # As many in the same order: content has added none.

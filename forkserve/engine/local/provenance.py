@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ __all__ = [
     "Openings",
     "mapped",
     "movable",
+    "read",
     "reveal",
     "shadow",
     "shadow_messages",
@@ -223,8 +224,8 @@ def _rstrip(text: str, chars: str | None = None) -> str:
     return text[: len(read(text).rstrip(read(chars)))]
 
 
-def _strip(text: str, chars: str | None = None) -> str:
-    return _lstrip(_rstrip(text, chars), chars)
+def _strip(text: Any, chars: str | None = None) -> str:
+    return _lstrip(_rstrip(str(text), chars), chars)
 
 
 def _removeprefix(text: str, prefix: str) -> str:
@@ -235,7 +236,8 @@ def _removesuffix(text: str, suffix: str) -> str:
     return text[: len(text) - len(suffix)] if read(text).endswith(read(suffix)) else text
 
 
-def _replace(text: str, old: str, new: str, count: int | None = None) -> str:
+def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
+    text, old, new = str(text), str(old), str(new)
     times = -1 if count is None else count
     return new.join(_split(text, old, times)) if old else text.replace(old, new, times)
 
@@ -351,6 +353,7 @@ def _read_node(node: nodes.Expr) -> nodes.Filter:
 # -- what can't happen -----------------------------------------------------------------------
 
 _JSON = frozenset("{}[],:\"\\'")
+_MARKUP = {"striptags", "urlize", "xmlattr"}  # filters that write or read HTML
 
 
 class Openings:
@@ -361,12 +364,13 @@ class Openings:
     the beginning of a name.  A template that has no such end leaves the first case alone.
     """
 
-    def __init__(self, tree: nodes.Template, markers: Sequence[str]) -> None:
+    def __init__(self, tree: nodes.Template, tokens: Iterable[str], markers: Sequence[str]) -> None:
+        """tokens: texts that the template may name, such as bos_token."""
         self._first = {name[0] for name in markers}
-        chunks = [node.data for node in tree.find_all(nodes.TemplateData)]
+        chunks = [*tokens, *(node.data for node in tree.find_all(nodes.TemplateData))]
         chunks += [c.value for c in tree.find_all(nodes.Const) if isinstance(c.value, str)]
         ends = tuple(name[:n] for name in markers for n in range(1, len(name)))
-        made = {node.name for node in tree.find_all(nodes.Filter)} & {"urlize", "xmlattr"}
+        made = {node.name for node in tree.find_all(nodes.Filter)} & _MARKUP
         # JSON, numbers and changes of letters make such characters out of anything.
         plain = not any(c.isalnum() or c.isspace() or c in _JSON for c in self._first)
         self._closed = plain and not made and not any(chunk.endswith(ends) for chunk in chunks)
