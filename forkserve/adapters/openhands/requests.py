@@ -67,7 +67,9 @@ class ChatRequest:
             )
         named = address.get("conversation") or session or options.get("prompt_cache_key") or ""
         stop = options.get("stop") or ()
-        sampling = sampling_fields({**(options.get("extra_body") or {}), **options})
+        asked = {**(options.get("extra_body") or {}), **options}
+        unsaid = {"logprobs": None, "top_logprobs": None}  # replies have no place for them
+        sampling = sampling_fields({**asked, **unsaid})
         limit = options.get("max_completion_tokens") or options.get("max_tokens")
         return cls(
             messages=[{k: m[k] for k in _KEPT if m.get(k) is not None} for m in messages],
