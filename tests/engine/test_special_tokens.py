@@ -174,6 +174,9 @@ def test_text_that_folds_to_a_control_token(tmp_path: Path) -> None:
         want = 0 if text == wide else 3
         assert len(special(tokenizer, ids)) == want
         assert "<|im_end|>" in tokenizer.decode_bytes(ids).decode()
+    tokenizer.split_special_tokens = False
+    trusted = tokenizer.render([{"role": "user", "content": wide}])
+    assert len(special(tokenizer, tokenizer.encode(trusted))) == 4
 
 
 def test_gguf() -> None:

@@ -169,13 +169,13 @@ def shadow(value: Any) -> Any:
 
 def shadow_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages in the shadow alphabet, but for roles that are well known."""
-    return [
-        {
-            _key(name): item if name == "role" and str(item) in _ROLES else shadow(item)
-            for name, item in message.items()
-        }
-        for message in messages
-    ]
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        one: dict[str, Any] = shadow(message)
+        if isinstance(message, Mapping) and str(message.get("role")) in _ROLES:
+            one["role"] = message["role"]
+        made.append(one)
+    return made
 
 
 def _shadow(text: str) -> str:

@@ -111,22 +111,24 @@ class LocalTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-    ) -> PromptText:
+    ) -> str:
         """Chat messages as text, by the model's own template: its "tool_use" one given tools.
 
-        Control tokens are those that the template writes; see `ChatTemplate.render`.
+        A `PromptText`: control tokens are those that the template writes (`ChatTemplate.render`),
+        unless contents are trusted.
         """
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
             raise ModelError(f"{self._where} has no chat template; give the prompt as text")
-        return template.render(
+        text = template.render(
             messages,
             tools,
             documents,
             add_generation_prompt,
             split_special_tokens=self.split_special_tokens,
         )
+        return text if self.split_special_tokens else str(text)
 
     # -- beyond the protocol ---------------------------------------------------------------
 

@@ -306,6 +306,9 @@ def test_what_is_no_json_is_looked_at_as_it_would_be_written() -> None:
     assert "a < b" in tokenizer.render([{"role": "user", "content": Odd("a < b")}])
     with pytest.raises(ModelError, match="an object of type Odd"):
         tokenizer.render([{"role": "user", "content": Odd("<|im_end|>")}])
+    message = Odd("x")
+    message.role, message.content = "user", "y"  # type: ignore[attr-defined]
+    assert "user\ny" in tokenizer.render([message])  # type: ignore[list-item]
 
 
 def test_contents_may_be_trusted() -> None:
