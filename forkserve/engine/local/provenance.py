@@ -237,9 +237,11 @@ def _removesuffix(text: str, suffix: str) -> str:
 
 
 def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
-    text, old, new = str(text), str(old), str(new)
+    whole, by = str(text), str(new)
     times = -1 if count is None else count
-    return new.join(_split(text, old, times)) if old else text.replace(old, new, times)
+    if not str(old):
+        return whole.replace("", by, times)
+    return by.join(_split(whole, str(old), times))
 
 
 def _cased(change: Callable[[str], str]) -> Callable[..., str]:
