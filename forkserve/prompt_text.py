@@ -13,7 +13,9 @@ encodes text (`Tokenizer.encode`, and so every verb that takes text) reads the m
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from typing import Any, SupportsIndex
 
 __all__ = ["Piece", "PromptText", "content", "joined", "occurrences", "pattern_of", "plain"]
@@ -24,8 +26,8 @@ Piece = tuple[int, int]
 class PromptText(str):
     """A string with marks; wherever a `str` will do it is one, and prints and compares as one.
 
-    plain: (begin, end) of its spans of content, in order.  Adding and slicing keep the marks; any
-    other method gives an ordinary `str`, without them.
+    plain: (begin, end) of its spans of content, in order and apart.  Adding and slicing keep the
+    marks; any other method gives an ordinary `str`, without them.
     """
 
     plain: tuple[Piece, ...]
@@ -33,7 +35,7 @@ class PromptText(str):
     def __new__(cls, text: str = "", plain: Iterable[Piece] | None = None) -> PromptText:
         """plain: None takes over those of `text`."""
         made = super().__new__(cls, text)
-        made.plain = tuple(getattr(text, "plain", ()) if plain is None else plain)
+        made.plain = getattr(text, "plain", ()) if plain is None else _merged(plain)
         return made
 
     def __reduce__(self) -> tuple[type[PromptText], tuple[str, tuple[Piece, ...]]]:
@@ -102,4 +104,16 @@ def occurrences(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[Piece, bo
 
 
 def _free(begin: int, end: int, spans: tuple[Piece, ...]) -> bool:
-    return not any(a < end and begin < b for a, b in spans)
+    """Whether a span touches no other: the last one that begins before its end, if any."""
+    before = bisect_left(spans, end, key=itemgetter(0))
+    return not before or spans[before - 1][1] <= begin
+
+
+def _merged(spans: Iterable[Piece]) -> tuple[Piece, ...]:
+    merged: list[Piece] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return tuple(merged)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
@@ -162,9 +163,9 @@ class ChatTemplate:
 
     def _break(self, text: str) -> str:
         assert self._pattern is not None
-        while match := self._pattern.search(text):
-            at = match.start() + 1
-            text = f"{text[:at]} {text[at:]}" if len(match[0]) > 1 else text[: at - 1] + text[at:]
+        before = None
+        while text != before:  # what was broken may leave another one
+            before, text = text, self._pattern.sub(_spaced, text)
         return text
 
 
@@ -183,6 +184,11 @@ _OPTIONS: dict[str, Any] = {
     "lstrip_blocks": True,
     "extensions": [loopcontrols, _Generation],
 }
+
+
+def _spaced(found: re.Match[str]) -> str:
+    name = found[0]
+    return f"{name[0]} {name[1:]}" if len(name) > 1 else ""
 
 
 def _prepared(environment: ImmutableSandboxedEnvironment) -> ImmutableSandboxedEnvironment:
