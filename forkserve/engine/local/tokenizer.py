@@ -15,7 +15,7 @@ from forkserve.engine.local.chat import ChatTemplate
 from forkserve.engine.local.literal import Literal
 from forkserve.engine.local.vocabulary import from_metadata, named_tokens
 from forkserve.errors import ModelError
-from forkserve.prompt_text import Piece, PromptText, occurrences, pattern_of
+from forkserve.prompt_text import Piece, PromptText, occurrences, pattern_of, plain
 
 __all__ = ["LocalTokenizer"]
 
@@ -83,7 +83,7 @@ class LocalTokenizer:
         special=False: of the whole text as content.  Of a `PromptText` what is marked is content.
         """
         if not special:
-            return self._literal.encode(text)
+            text = plain(text)
         own: list[Piece] = []
         pattern = self._controls if isinstance(text, PromptText) else None
         if pattern is not None and (self._folding or text.plain):  # type: ignore[attr-defined]
