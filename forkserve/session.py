@@ -6,7 +6,7 @@
         with s.fork("bash", wrap) as happy, s.fork("err", recovery) as fail:
             happy.speculate(t_idle_ms=2900)
             fail.speculate(priority=0.2, t_idle_ms=2900)
-            happy.commit(run_the_tool())
+            happy.commit(plain(run_the_tool()))  # content: it names no control token
         print(s.generate(128))
 
 Every method is a verb of `Engine` and raises what that verb raises.  Text is encoded on its own

@@ -85,7 +85,9 @@ class ForkServe:
         and its own branch is scratch.  auto: a Send makes a branch, anything else a trunk.
         parent: state to the ref it leaves from, instead of ``fork_parent`` or ``fork_tip``.
 
-        Works on functions, coroutine functions, methods, partials and callable objects.
+        Works on functions, coroutine functions, methods, partials and callable objects, and under
+        ``@task`` and ``@entrypoint`` of the functional API: a task is a branch that leaves from a
+        ref among its arguments, or from what calls it.
         """
 
         def decorate(function: F) -> F:
