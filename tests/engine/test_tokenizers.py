@@ -192,6 +192,8 @@ def test_pre_tokenizers() -> None:
         "I", "'LL", " pay", " ", "1", "2", "3", "4", "5", " ", " x", "\n\n", " y",
     ]  # fmt: skip
     assert split("smollm", "ab 123")[1:] == [" ", "1", "2", "3"]
+    for other, same in (("llama-v3", "llama-bpe"), ("deepseek-r1-qwen", "qwen2")):
+        assert split(other, text) == split(same, text)
 
 
 # -- streams ---------------------------------------------------------------------------------

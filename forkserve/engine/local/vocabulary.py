@@ -16,7 +16,12 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_SPLITS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2}
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")  # they take whole words of the vocabulary
+_SPLITS = {
+    **dict.fromkeys(_LLAMA3_NAMES, _LLAMA3),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
 _PLAIN = ("gpt-2", "gpt2", "default")
 _DIGITS = ("smollm",)
 
@@ -99,7 +104,7 @@ def _byte_level(meta: Mapping[str, Any], tokens: Sequence[str], where: str) -> T
     split = meta.get("tokenizer.ggml.pre", "default")
     pre = _pre_tokenizer(split, where)
     vocab = {token: i for i, token in enumerate(tokens)}
-    model = models.BPE(vocab, merges, ignore_merges=split in ("llama-bpe", "llama3"))
+    model = models.BPE(vocab, merges, ignore_merges=split in _LLAMA3_NAMES)
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre
     if split == "qwen2":
