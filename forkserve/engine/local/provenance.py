@@ -127,6 +127,8 @@ class _Key(str):
 
 
 _key = functools.lru_cache(4096)(_Key)
+_again = functools.lru_cache(512)(_moved)
+_SHORT = 4096  # characters of a text that is remembered: 8 MB of them at most
 
 
 def mapped(value: Any, change: Callable[[str], str], key: Callable[[str], str]) -> Any:
@@ -179,8 +181,8 @@ def shadow_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _shadow(text: str) -> str:
-    if not isinstance(text, PromptText):
-        return _moved(text)
+    if not isinstance(text, PromptText):  # a conversation is rendered again and again
+        return _again(text) if len(text) <= _SHORT else _moved(text)
     where = np.zeros(len(text), np.bool_)
     for begin, end in text.plain:
         where[begin:end] = True
