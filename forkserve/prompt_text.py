@@ -33,7 +33,9 @@ class PromptText(str):
     plain: tuple[Piece, ...]
 
     def __new__(cls, text: str = "", plain: Iterable[Piece] | None = None) -> PromptText:
-        """plain: None takes over those of `text`."""
+        """plain: None takes over those of `text`.  Raises TypeError for bytes and the like."""
+        if not isinstance(text, str):
+            raise TypeError(f"text must be a string, not {type(text).__name__}")
         made = super().__new__(cls, text)
         made.plain = getattr(text, "plain", ()) if plain is None else _merged(plain)
         return made
@@ -75,7 +77,7 @@ def joined(parts: Iterable[str]) -> PromptText:
 
 def plain(text: str) -> PromptText:
     """Text that is content from end to end: what a user said, what a tool returned."""
-    return PromptText(str(text), [(0, len(text))] if text else ())
+    return PromptText(text, [(0, len(text))])
 
 
 def content(text: str) -> PromptText:
@@ -112,6 +114,8 @@ def _free(begin: int, end: int, spans: tuple[Piece, ...]) -> bool:
 def _merged(spans: Iterable[Piece]) -> tuple[Piece, ...]:
     merged: list[Piece] = []
     for begin, end in sorted(spans):
+        if begin >= end:
+            continue
         if merged and begin <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:

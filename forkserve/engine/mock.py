@@ -49,7 +49,7 @@ class ByteTokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         if not special or "<|" not in text:
-            return list(text.encode())
+            return list(str.encode(text))
         ids: list[int] = []
         at = 0
         for (begin, end), own in occurrences(text, _MARKERS):

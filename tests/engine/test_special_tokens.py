@@ -356,6 +356,9 @@ def test_marks_go_with_the_text() -> None:
     assert content(text) is text
     assert content("x").plain == ((0, 1),)
     assert plain("").plain == ()
+    for tokenizer in (byte_level()[0], ByteTokenizer()):
+        with pytest.raises(TypeError, match="str"):
+            tokenizer.encode(b"x", special=False)  # type: ignore[arg-type]
     assert joined(["a", plain("b"), text]).plain == ((1, 2), (5, 10))
     assert PromptText("abcdef", [(4, 5), (0, 2), (1, 3), (3, 3)]).plain == ((0, 3), (4, 5))
     assert isinstance(json.loads(json.dumps([text]))[0], str)

@@ -214,7 +214,7 @@ def test_a_stream_is_the_whole_text_however_it_is_cut(text: str, data: st.DataOb
         got.append(stream.finish())
         whole = tokenizer.decode_bytes(ids).decode()
         assert "".join(got) == whole
-        assert whole.removeprefix(" ") == text.removeprefix(" ")
+        assert whole in (text, f" {text}")
         assert all("\ufffd" not in piece for piece in got) or "\ufffd" in text
 
 
