@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from forkserve import Engine, ForkServeConfig, SamplingParams
+from forkserve import Engine, ForkServeConfig, PromptText, SamplingParams, plain
 from forkserve.adapters.tot import State, Task, ToTResult, best_of_n
 from forkserve.engine.constraints import ChoiceConstraint
 
@@ -25,6 +25,11 @@ ANSWERS = (
     "Rain washes salt out of rocks.",
 )
 MARKS = ("2", "9", "1", "6")
+
+
+def turn(text: str) -> PromptText:
+    """The next turn of a user: `text` is content, whatever it says."""
+    return PromptText("\n<|im_start|>user\n") + plain(text) + "<|im_end|>\n<|im_start|>assistant\n"
 
 
 class Judged(Task):
@@ -40,7 +45,7 @@ class Judged(Task):
         if role == "sample":
             return ""
         question = "How good is this answer, from 1 to 9? Say the number only."
-        return f"\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        return turn(question)
 
     def constraint(self, role: str, states: Sequence[State]) -> ChoiceConstraint | None:
         marks = [str(mark) for mark in range(1, 10)]
@@ -77,7 +82,7 @@ def main(name: str = "mock") -> ToTResult:
         usage = result.usage
         print(f"{usage.prefilled} prompt tokens prefilled, {usage.prompt} without reuse")
         # The winner stands in the chat; nothing of it is computed again.
-        chat.append("\n<|im_start|>user\nThank you.<|im_end|>\n<|im_start|>assistant\n")
+        chat.append(turn("Thank you."))
         print(f"then: {chat.generate(12).text!r}")
         return result
 

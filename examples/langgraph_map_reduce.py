@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from langgraph.graph import START, StateGraph
 
-from forkserve import Engine, ForkServeConfig
+from forkserve import Engine, ForkServeConfig, PromptText, plain
 from forkserve.adapters.langgraph import Branch, ForkServe, ForkState
 
 TOPICS = ["the harbour", "the old town", "the hills"]
@@ -31,10 +31,10 @@ class State(ForkState, total=False):
 def build(engine: Engine) -> Any:
     """plan -> one draft for each topic -> the longest wins."""
     fs = ForkServe(engine)
-    end_turn = "<|im_end|>\n"
 
-    def ask(text: str) -> str:
-        return f"{end_turn}<|im_start|>user\n{text}{end_turn}<|im_start|>assistant\n"
+    def ask(text: str) -> PromptText:  # a topic is content, whatever it says
+        head, tail = "<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+        return head + plain(text) + tail
 
     @fs.node
     async def plan(state: State, fork: Branch) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, StateGraph
 
-from forkserve import Engine, ForkServeConfig
+from forkserve import Engine, ForkServeConfig, plain
 from forkserve.adapters.langgraph import Branch, ForkServe, ForkState
 
 
@@ -29,7 +29,8 @@ def build(fs: ForkServe) -> Any:
     """Two turns on the trunk; the second asks about the city that the state names."""
 
     def ask(fork: Branch, text: str) -> dict[str, Any]:
-        fork.append(f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
+        head, tail = "<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+        fork.append(head + plain(text) + tail)  # a city is content, whatever it says
         return {"said": [fork.generate(16).text.strip()]}
 
     @fs.node

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from forkserve.control.speculation import Speculation
     from forkserve.control.stats import EngineStats
     from forkserve.errors import ForkServeError
+    from forkserve.prompt_text import PromptText, plain
     from forkserve.reply import Reply
     from forkserve.session import Branch, Session
     from forkserve.types import HitClass, JoinPolicy, NodeMode, SamplingParams
@@ -35,11 +36,13 @@ _HOMES = {
     "JoinPolicy": "forkserve.types",
     "JoinResult": "forkserve.control.join",
     "NodeMode": "forkserve.types",
+    "PromptText": "forkserve.prompt_text",
     "SamplingParams": "forkserve.types",
     "Reply": "forkserve.reply",
     "Session": "forkserve.session",
     "SessionHandle": "forkserve.api",
     "Speculation": "forkserve.control.speculation",
+    "plain": "forkserve.prompt_text",
 }
 
 __all__ = [
@@ -54,11 +57,13 @@ __all__ = [
     "JoinPolicy",
     "JoinResult",
     "NodeMode",
+    "PromptText",
     "Reply",
     "SamplingParams",
     "Session",
     "SessionHandle",
     "Speculation",
+    "plain",
 ]
 
 

@@ -94,6 +94,11 @@ class ForkServeConfig(BaseModel):
     max_context: int | None = Field(
         None, ge=2, description="tokens; None takes the model's own limit"
     )
+    split_special_tokens: bool = Field(
+        True,
+        description="control tokens named in chat messages, tools and documents are plain text; "
+        "False lets contents write them",
+    )
     shuffle_pages: bool = Field(False, description="hand pages out in random order (a test aid)")
     seed: int = Field(0, description="root of every random draw")
 

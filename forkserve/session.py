@@ -6,7 +6,7 @@
         with s.fork("bash", wrap) as happy, s.fork("err", recovery) as fail:
             happy.speculate(t_idle_ms=2900)
             fail.speculate(priority=0.2, t_idle_ms=2900)
-            happy.commit(run_the_tool())
+            happy.commit(plain(run_the_tool()))  # content: it names no control token
         print(s.generate(128))
 
 Every method is a verb of `Engine` and raises what that verb raises.  Text is encoded on its own
@@ -30,6 +30,7 @@ from forkserve import aio
 from forkserve.branch import Branch
 from forkserve.control.commit import CommitResult
 from forkserve.control.generation import Generation
+from forkserve.engine.prompting import render_prompt
 from forkserve.errors import ConfigError, NodeError, SessionError
 from forkserve.reply import (
     AsyncStream,
@@ -320,4 +321,4 @@ def _prompt(engine: Engine, prompt: Prompt) -> str | Tokens:
         return prompt  # type: ignore[return-value]
     if not all(isinstance(m, Mapping) and "role" in m for m in prompt):
         raise ConfigError("chat messages are dicts with a 'role' and a 'content'")
-    return engine.backend.tokenizer.render(prompt)  # type: ignore[arg-type]
+    return render_prompt(engine.backend.tokenizer, prompt)  # type: ignore[arg-type]

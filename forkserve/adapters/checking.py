@@ -18,6 +18,7 @@ from forkserve.adapters.fitting import fit
 from forkserve.adapters.templates import LATER, ChatRenderer, Known, Message, common
 from forkserve.engine.protocol import Tokenizer
 from forkserve.errors import ConfigError, ForkServeError
+from forkserve.prompt_text import plain
 
 __all__ = ["Conversation", "Report", "Step", "check_template", "read_conversation"]
 
@@ -220,7 +221,7 @@ class _Turn:
             thought = messages[self._at].get("reasoning_content") or ""
             if thought and thought not in raw:  # it thought, though the template leaves it out
                 opening = "" if before.rstrip().endswith("<think>") else "<think>\n"
-                raw = f"{opening}{thought}\n</think>\n\n{raw}"
+                raw = opening + plain(thought) + "\n</think>\n\n" + raw
         ids = self._encode(before + raw)
         if list(prompt) != ids[: len(prompt)]:  # the seam falls into a token: a model can't know
             ids = [*prompt, *self._encode(raw)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from forkserve.adapters.events import Call, Observation
 from forkserve.adapters.scanner import Scanner, TextScanner
 from forkserve.adapters.templates import LATER, Dialect, Mask, Message
+from forkserve.prompt_text import plain
 
 if TYPE_CHECKING:
     from forkserve.adapters.react import ReactAgent
@@ -69,7 +70,7 @@ class TurnMessages:
         if self._dialect.results:
             return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
         before, after = self._agent.result_wrap
-        return {"role": "user", "content": f"{before}{text}{after}"}
+        return {"role": "user", "content": before + plain(text) + after}
 
     def whole(self) -> list[Message]:
         """The conversation with all results."""

@@ -9,10 +9,13 @@ from typing import Any
 
 from forkserve.adapters.templates import ChatRenderer, Message
 from forkserve.errors import ConfigError
+from forkserve.prompt_text import content, joined, plain
 
 __all__ = ["fit"]
 
 _MEDIA = ("image", "image_url", "audio", "input_audio", "video", "video_url", "file")
+
+_HOW_TO_CALL = '\nTo call one, write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
 
 
 def fit(messages: Iterable[Message], renderer: ChatRenderer) -> list[dict[str, Any]]:
@@ -29,35 +32,30 @@ def fit(messages: Iterable[Message], renderer: ChatRenderer) -> list[dict[str, A
         if calls:
             message["tool_calls"] = [_call(call) for call in calls]
             if not dialect.calls:
-                message["content"] += "".join(
-                    f"<tool_call>{json.dumps(call['function'])}</tool_call>"
-                    for call in message.pop("tool_calls")
-                )
+                written: list[str] = [content(message["content"])]
+                for call in message.pop("tool_calls"):
+                    written += ["<tool_call>", plain(json.dumps(call["function"])), "</tool_call>"]
+                message["content"] = joined(written)
         if message["role"] == "tool" and not dialect.results:
-            message = {
-                "role": "user",
-                "content": f"<tool_response>\n{message['content']}\n</tool_response>",
-            }
+            said = "<tool_response>\n" + content(message["content"]) + "\n</tool_response>"
+            message = {"role": "user", "content": said}
         out.append(message)
     if renderer.tools and not dialect.tools:
         listing = "\n".join(json.dumps(tool) for tool in renderer.tools)
-        text = (
-            f"You may call these tools:\n{listing}\nTo call one, write <tool_call>"
-            '{"name": ..., "arguments": {...}}</tool_call>.'
-        )
+        text = "You may call these tools:\n" + plain(listing) + _HOW_TO_CALL
         if out and out[0]["role"] == "system":
-            out[0] = {**out[0], "content": f"{out[0]['content']}\n\n{text}"}
+            out[0] = {**out[0], "content": content(out[0]["content"]) + "\n\n" + text}
         else:
             out.insert(0, {"role": "system", "content": text})
     return out
 
 
-def _text(content: Any) -> str:
+def _text(given: Any) -> str:
     """Content as text; parts of a list are lines.  Raises ConfigError for pictures etc."""
-    if content is None or isinstance(content, str):
-        return content or ""
+    if given is None or isinstance(given, str):
+        return given or ""
     lines = []
-    for part in content:
+    for part in given:
         part = {"type": "text", "text": part} if isinstance(part, str) else part
         if part.get("type") in _MEDIA:
             raise ConfigError(f"content of type {part['type']!r}: the model reads text only")

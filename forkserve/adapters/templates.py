@@ -13,15 +13,19 @@ A template that does anything else with the result leaves nothing known, and is 
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from forkserve.engine.prompting import render_prompt, takes_system
 from forkserve.errors import ForkServeError
+from forkserve.prompt_text import PromptText
 
 if TYPE_CHECKING:
     from forkserve.engine.protocol import Tokenizer
+    from forkserve.prompt_text import Piece
 
 __all__ = ["ChatRenderer", "Dialect", "Encoder", "Known", "Message", "common"]
 
@@ -44,7 +48,7 @@ class Dialect:
 
     tools: it lists the tools.  calls: it writes an assistant's ``tool_calls``.  results: it knows
     messages of the role ``tool``.  parallel: a turn may hold several calls.  system: it writes a
-    system message at the beginning; `ChatRenderer` puts it before the first user's text otherwise.
+    system message at the beginning; `render_prompt` puts it before the first user's text otherwise.
     """
 
     tools: bool
@@ -82,6 +86,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._special: dict[int, str] = {}  # id -> its text, '' for ordinary ones
         self._text = ""
+        self._plain: Sequence[Piece] = ()  # what of it is content
         self._ids: list[int] = []
         self._places: list[int] = []  # of markers in the text
         self._indices: list[int] = []  # of the same markers in the ids
@@ -89,26 +94,29 @@ class Encoder:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, as the tokenizer alone would give them."""
-        shared = common(self._text, text)
+        whole = PromptText(text)
+        text = str(text)
+        shared = min(common(self._text, text), _agreed(self._plain, whole.plain))
         kept = bisect_right(self._places, shared) - 1
         while kept >= 0 and not self._whole(kept, shared):
             kept -= 1
         place = self._places[kept] if kept >= 0 else 0
         index = self._indices[kept] if kept >= 0 else 0
-        fresh = self._tokenizer.encode(text[place:])
+        fresh = self._tokenizer.encode(whole[place:])
         self.encoded += len(text) - place
         ids = self._ids[:index] + fresh
         places, indices = self._places[: max(kept, 0)], self._indices[: max(kept, 0)]
         for number, token in enumerate(fresh, index):
             marker = self._marker(token)
             if marker:
-                place = text.find(marker, place)
+                place = whole.control(marker, place)
                 if place < 0:  # written otherwise in the text: no place to go on from
                     break
                 places.append(place)
                 indices.append(number)
                 place += len(marker)
-        self._text, self._ids, self._places, self._indices = text, ids, places, indices
+        self._text, self._plain, self._ids = text, whole.plain, ids
+        self._places, self._indices = places, indices
         return list(ids)
 
     def _whole(self, number: int, shared: int) -> bool:
@@ -145,13 +153,25 @@ class ChatRenderer:
         self._encoder = Encoder(tokenizer)
 
     def text(self, messages: Sequence[Message], *, generation: bool = True) -> str:
-        """The prompt as text."""
+        """The prompt as text; `PromptText` of a template whose contents are told apart."""
         tools = self.tools if self.tools and self.dialect.tools else None
-        if not self.dialect.system:
-            messages = _folded(messages)
-        return _sound(
-            self.tokenizer.render(messages, tools=tools, add_generation_prompt=generation)
-        )
+        system = self.dialect.system
+
+        def rendered(messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
+            return render_prompt(
+                self.tokenizer,
+                messages,
+                tools=tools,
+                add_generation_prompt=generation,
+                system=system,
+            )
+
+        text = rendered(messages, tools)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text = rendered(_sound(messages), _sound(tools))
+        return text
 
     def tokens(self, messages: Sequence[Message], *, generation: bool = True) -> list[int]:
         """The prompt as token ids: those of the whole text, encoded at once."""
@@ -238,36 +258,24 @@ def probe(tokenizer: Tokenizer) -> Dialect:
     two = {**calling, "tool_calls": [named, second]}
     answers = [result, {**result, "tool_call_id": "call00001"}]
     parallel = not calls or shows([user, two, *answers], None) or shows([user, two], None)
-    system = shows([{"role": "system", "content": word}, user], None)
-    return Dialect(tools, calls, results, parallel, system)
+    return Dialect(tools, calls, results, parallel, takes_system(tokenizer))
 
 
-def _sound(text: str) -> str:
-    """Text that can be encoded: halves of surrogate pairs joined, lone ones replaced.
+def _sound(value: Any) -> Any:
+    """A value of JSON that can be encoded: surrogate pairs joined, lone halves replaced.
 
     Models write them as escapes in JSON, and tools return them from file names.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
-def _folded(messages: Sequence[Message]) -> Sequence[Message]:
-    """System messages at the beginning as the beginning of the first user's text."""
-    count = next((i for i, m in enumerate(messages) if m.get("role") != "system"), len(messages))
-    if not count:
-        return messages
-    text = "\n\n".join(str(message["content"]) for message in messages[:count])
-    rest = list(messages[count:])
-    if not rest or rest[0].get("role") != "user":  # nobody to put it before
-        return [{"role": "user", "content": text}, *rest]
-    said = rest[0].get("content") or ""
-    whole = (
-        f"{text}\n\n{said}" if isinstance(said, str) else [{"type": "text", "text": text}, *said]
-    )
-    return [{**rest[0], "content": whole}, *rest[1:]]
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    elif isinstance(value, Mapping):
+        return {_sound(key): _sound(item) for key, item in value.items()}
+    elif isinstance(value, list | tuple):
+        return [_sound(item) for item in value]
+    return value
 
 
 class _Drift(Exception):
@@ -288,8 +296,16 @@ def _cut(texts: Sequence[str]) -> tuple[str, str]:
     return parts[0][0], parts[0][2]
 
 
+def _agreed(a: Sequence[Piece], b: Sequence[Piece]) -> int:
+    """Up to where two texts have the same content marked."""
+    same = common(a, b)
+    return min((spans[same][0] for spans in (a, b) if same < len(spans)), default=sys.maxsize)
+
+
 def common(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Length of the longest common prefix, by halving: slices compare fast."""
+    if isinstance(a, PromptText) or isinstance(b, PromptText):  # whose slices are slow
+        a, b = str(a), str(b)
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -13,6 +13,7 @@ later token.  Free slots hold random values, so reading one does as well.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from forkserve.config import ForkServeConfig
 from forkserve.engine.protocol import Tokenizer
 from forkserve.engine.sampling import log_p, sample, top_logprobs
 from forkserve.errors import BackendError, ConfigError
+from forkserve.prompt_text import PromptText, content, joined, occurrences
 from forkserve.types import Batch, BatchResult, ModelInfo, SampleSpec, Span, Work, WorkResult
 
 __all__ = ["ByteTokenizer", "MockBackend"]
@@ -32,25 +34,29 @@ __all__ = ["ByteTokenizer", "MockBackend"]
 U64 = npt.NDArray[np.uint64]
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>", "<|eos|>")
+_MARKERS = re.compile("|".join(map(re.escape, _SPECIAL)))
 EOS = 259
 _ASKED = 4096  # requests that are remembered
 
 
 class ByteTokenizer:
-    """One id per byte, then four markers; ids above are unused and decode to nothing."""
+    """One id per byte, then four markers; ids above are unused and decode to nothing.
+
+    split_special_tokens: markers in chat messages are content; False trusts all of them.
+    """
+
+    split_special_tokens = True
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         if not special or "<|" not in text:
-            return list(text.encode())
+            return list(str.encode(text))
         ids: list[int] = []
-        while text:
-            found = [(text.find(m), n) for n, m in enumerate(_SPECIAL) if m in text]
-            if not found:
-                return ids + list(text.encode())
-            at, number = min(found)
-            ids += [*text[:at].encode(), 256 + number]
-            text = text[at + len(_SPECIAL[number]) :]
-        return ids
+        at = 0
+        for (begin, end), own in occurrences(text, _MARKERS):
+            if own:
+                ids += [*str(text[at:begin]).encode(), 256 + _SPECIAL.index(text[begin:end])]
+                at = end
+        return ids + list(str(text[at:]).encode())
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
         out = bytearray()
@@ -67,18 +73,23 @@ class ByteTokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-    ) -> str:
+    ) -> PromptText:
         """ChatML, with the tools as JSON lines in a system turn of their own."""
         import json
 
-        parts = [("system", "\n".join(json.dumps(t) for t in tools))] if tools else []
+        said = content if self.split_special_tokens else PromptText
+        parts: list[str] = []
+        if tools:
+            listing = said("\n".join(json.dumps(t) for t in tools))
+            parts += ["<|im_start|>system\n", listing, "<|im_end|>\n"]
         for message in messages:
-            text = message.get("content") or ""
+            parts += ["<|im_start|>", said(str(message["role"])), "\n"]
+            parts.append(said(message.get("content") or ""))
             for call in message.get("tool_calls") or ():
-                text += f"<tool_call>{json.dumps(call.get('function', call))}</tool_call>"
-            parts.append((str(message["role"]), str(text)))
-        body = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in parts)
-        return body + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+                written = json.dumps(call.get("function", call))
+                parts += ["<tool_call>", said(written), "</tool_call>"]
+            parts.append("<|im_end|>\n")
+        return joined([*parts, "<|im_start|>assistant\n" if add_generation_prompt else ""])
 
 
 class MockBackend:
@@ -110,7 +121,9 @@ class MockBackend:
             raise ConfigError(f"window={window} is out of range: rows that a layer sees, 0 for all")
         self.config = config or ForkServeConfig()
         self.window = window
-        self.tokenizer: Tokenizer = ByteTokenizer()
+        tokenizer = ByteTokenizer()
+        tokenizer.split_special_tokens = self.config.split_special_tokens
+        self.tokenizer: Tokenizer = tokenizer
         self.clock: Clock = clock or VirtualClock()
         self.step_ms = step_ms
         self.prefill_us = prefill_us

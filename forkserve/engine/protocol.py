@@ -24,6 +24,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of `text`; markers such as ``<|im_start|>`` become single ids unless special=False.
 
+        In a `forkserve.prompt_text.PromptText` those that touch content become plain ids.
         Adds nothing at either end (no begin-of-text)."""
         ...
 
@@ -38,7 +39,9 @@ class Tokenizer(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Chat messages as text, by the model's own template."""
+        """Chat messages as text, by the model's own template.
+
+        A `PromptText`, unless contents are trusted: what messages and tools say is content."""
         ...
 
 

@@ -21,10 +21,13 @@ from forkserve import aio
 from forkserve.adapters.constraints import constraint_for
 from forkserve.adapters.langchain.current import current_branch, place, rows_there, running
 from forkserve.adapters.langchain.messages import Prompts
+from forkserve.adapters.langchain.names import check_names
 from forkserve.adapters.langchain.pool import Pool
 from forkserve.adapters.langchain.replies import Call, Chunks, ain_time, in_time, result
 from forkserve.adapters.langchain.structured import Method, parser_for, response_format, with_raw
+from forkserve.adapters.sampling import SAMPLING, sampling_fields
 from forkserve.api import Engine
+from forkserve.control.values import whole
 from forkserve.errors import AdapterError, ConfigError
 from forkserve.types import SamplingParams
 
@@ -37,7 +40,11 @@ class ChatForkServe(BaseChatModel):
     """A chat model on a ForkServe engine.
 
     engine: runs the model, in this process.  model: the name to report; the engine decides what
-    runs.  temperature, max_tokens (1024 if not given), stop, seed, top_p, top_k: as elsewhere.
+    runs.  temperature, max_tokens (1024 if not given), stop, seed, top_p, logit_bias,
+    presence_penalty, frequency_penalty, logprobs, top_logprobs: as OpenAI's.  top_k, min_p,
+    repetition_penalty, stop_token_ids, ignore_eos: as vLLM's.  n: replies to one prompt, which
+    `generate` gives; they decode in shared passes.  What is given for a call and unknown is a
+    ConfigError.
     timeout: seconds for a call; TimeoutError after it.  keep: conversations kept alive between
     calls.  max_retries, api_key, base_url: taken for the sake of the standard interface; a server
     URL comes with the server.
@@ -55,7 +62,17 @@ class ChatForkServe(BaseChatModel):
     max_tokens: int | None = Field(default=None, gt=0)
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
+    logit_bias: dict[int, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: int = Field(default=1, ge=1)
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
     timeout: float | None = None
     max_retries: int = 2
@@ -89,7 +106,7 @@ class ChatForkServe(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Part of LangChain's cache key: all that changes the output, nothing of a session."""
-        names = ("model_name", "temperature", "max_tokens", "top_p", "top_k", "seed", "stop")
+        names = ("model_name", "max_tokens", "stop", "n", *SAMPLING)
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -220,9 +237,8 @@ class ChatForkServe(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        with self._call(messages, stop, kwargs) as call, call.stream() as stream:
-            text = "".join(in_time(stream, call))
-            return result(call, text, stream.reply)
+        with self._call(messages, stop, kwargs) as call:
+            return result(call, call.replies())
 
     async def _agenerate(
         self,
@@ -231,9 +247,8 @@ class ChatForkServe(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        async with self._acall(messages, stop, kwargs) as call, call.astream() as stream:
-            text = "".join([piece async for piece in ain_time(stream, call)])
-            return result(call, text, stream.reply)
+        async with self._acall(messages, stop, kwargs) as call:
+            return result(call, await call.areplies())
 
     def _stream(
         self,
@@ -282,6 +297,7 @@ class ChatForkServe(BaseChatModel):
                 "ChatForkServe has no engine: pass engine=Engine(backend)"
                 + (" (a server URL comes with the server)" if self.base_url else "")
             )
+        check_names(kwargs)
         choice = kwargs.get("tool_choice")
         tools = list(kwargs.get("tools") or ())
         prompt = prompts.tokens(messages, tools)
@@ -292,17 +308,22 @@ class ChatForkServe(BaseChatModel):
         if wanted < 1:
             raise ConfigError(f"max_tokens={wanted} must be >= 1, or None for {DEFAULT_MAX_TOKENS}")
         timeout = kwargs.get("timeout", self.timeout)
+        asked = kwargs.get("n")
+        count = whole("n", self.n if asked is None else asked)
+        if count < 1:
+            raise ConfigError(f"n={count} replies; ask for at least 1")
+        params = self._sampling(engine, tools, choice, stop, kwargs)
         with ExitStack() as stack:
-            branch = place(engine, prompt)
+            branch = place(engine, prompt) if count == 1 else None  # a node's branch has one end
             if branch is None:
-                branch, cached = stack.enter_context(pool.turn(prompt))
+                branches, cached = stack.enter_context(pool.turn(prompt, count))
             else:
-                cached = rows_there(branch, len(prompt))
+                branches, cached = [branch], rows_there(branch, len(prompt))
             yield Call(
-                branch=branch,
+                branches=branches,
                 prompt_tokens=len(prompt),
                 cached=cached,
-                params=self._sampling(engine, tools, choice, stop, kwargs),
+                params=params,
                 max_tokens=max(min(wanted, room), 0),
                 tools=() if choice == "none" else tuple(t["function"]["name"] for t in tools),
                 model=kwargs.get("model") or self.model_name,
@@ -341,11 +362,7 @@ class ChatForkServe(BaseChatModel):
         stop: list[str] | None,
         kwargs: Mapping[str, Any],
     ) -> SamplingParams:
-        values: dict[str, Any] = {}
-        for name in ("temperature", "top_p", "top_k", "seed"):
-            value = kwargs.get(name, getattr(self, name))
-            if value is not None:
-                values[name] = value
+        values = sampling_fields({name: kwargs.get(name, getattr(self, name)) for name in SAMPLING})
         given = stop if stop is not None else self.stop or ()
         words = (given,) if isinstance(given, str) else tuple(given)  # letters would all stop it
         constraint = constraint_for(engine, tools, choice, kwargs.get("response_format"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forkserve.adapters.templates import Known, common
 from forkserve.api import Engine
@@ -24,11 +24,19 @@ __all__ = ["Conversation", "Pool"]
 
 @dataclass(eq=False)
 class Conversation:
-    """prompt: tokens of the main line.  reply: the branch generated last."""
+    """prompt: tokens of the main line.  replies: the branches generated last, mostly one."""
 
     session: Session
     prompt: list[int]
-    reply: Branch | None = None
+    replies: list[Branch] = field(default_factory=list)
+
+    def drop(self) -> None:
+        """Abort the replies that are not part of the main line."""
+        gone, self.replies = self.replies, []
+        for reply in gone:
+            with suppress(NodeError, SessionError):
+                if reply.alive and not reply.committed:
+                    reply.abort()
 
 
 class Pool:
@@ -51,8 +59,8 @@ class Pool:
             conversation.session.close()
 
     @contextmanager
-    def turn(self, prompt: Sequence[int]) -> Iterator[tuple[Branch, int]]:
-        """Put a prompt in place: the branch to generate on, and how many of its rows were there.
+    def turn(self, prompt: Sequence[int], n: int = 1) -> Iterator[tuple[list[Branch], int]]:
+        """Put a prompt in place: `n` branches to generate on, and how many of its rows were there.
 
         Waits for the pass in flight, if it belongs to the conversation.
         """
@@ -65,28 +73,27 @@ class Pool:
                 self._go_on(conversation, prompt)
             tip = self.engine.tree(conversation.session.id).tip
             cached = len(prompt) - sum(end - begin for _, begin, end in missing(tip, tip.length))
-            conversation.reply = conversation.session.fork("reply")
-            yield conversation.reply, cached
+            for _ in range(n):
+                conversation.replies.append(conversation.session.fork("reply"))
+            yield list(conversation.replies), cached
         except BaseException:
-            if conversation is not None and conversation.reply is not None:
-                with suppress(NodeError, SessionError):
-                    conversation.reply.abort()
-                conversation.reply = None
+            if conversation is not None:
+                conversation.drop()
             raise
         finally:
             if conversation is not None:
                 self._give_back(conversation)
 
     def decoded(self, prompt: Sequence[int]) -> list[int] | None:
-        """A prompt and the reply that it got; None if nobody keeps it."""
+        """A prompt and the one reply that it got; None if nobody keeps it."""
         conversation = self._find(prompt)
         if conversation is None:
             return None
         try:
-            reply = conversation.reply
-            if len(conversation.prompt) != len(prompt) or reply is None or not reply.alive:
+            replies = conversation.replies
+            if len(conversation.prompt) != len(prompt) or len(replies) != 1:
                 return None
-            return [*prompt, *reply.tokens]
+            return [*prompt, *replies[0].tokens] if replies[0].alive else None
         finally:
             self._give_back(conversation)
 
@@ -101,9 +108,9 @@ class Pool:
         if conversation is None:
             return 0
         try:
-            reply, begin = conversation.reply, len(conversation.prompt)
-            if reply is not None and reply.alive and known.at == len(decoded):
-                branch = reply.fork("turn", known.tokens)
+            replies, begin = conversation.replies, len(conversation.prompt)
+            if replies and replies[0].alive and known.at == len(decoded):
+                branch = replies[0].fork("turn", known.tokens)
             else:
                 branch = conversation.session.fork("turn", ids[begin:])
             return branch.speculate(t_idle_ms=t_idle_ms).tokens
@@ -133,10 +140,7 @@ class Pool:
         if rest:
             conversation.session.commit(rest)
             conversation.prompt = list(prompt)
-        reply, conversation.reply = conversation.reply, None
-        with suppress(NodeError, SessionError):
-            if reply is not None and reply.alive and not reply.committed:
-                reply.abort()
+        conversation.drop()
 
     def _give_back(self, conversation: Conversation) -> None:
         with self._lock:

@@ -19,6 +19,7 @@ from forkserve.adapters.langgraph.state import Ref, field
 from forkserve.adapters.langgraph.sweeper import Sweeper
 from forkserve.api import Engine
 from forkserve.errors import AdapterError
+from forkserve.prompt_text import PromptText
 from forkserve.session import Prompt
 from forkserve.types import Tokens
 
@@ -84,7 +85,9 @@ class ForkServe:
         and its own branch is scratch.  auto: a Send makes a branch, anything else a trunk.
         parent: state to the ref it leaves from, instead of ``fork_parent`` or ``fork_tip``.
 
-        Works on functions, coroutine functions, methods, partials and callable objects.
+        Works on functions, coroutine functions, methods, partials and callable objects, and under
+        ``@task`` and ``@entrypoint`` of the functional API: a task is a branch that leaves from a
+        ref among its arguments, or from what calls it.
         """
 
         def decorate(function: F) -> F:
@@ -115,6 +118,8 @@ class ForkServe:
         elif arg is None or isinstance(arg, Mapping):
             extra["fork_parent"] = {}  # from the root; a subgraph sees that it is a branch
         if text:
+            if isinstance(text, PromptText):  # its marks would not outlive a checkpoint
+                text = self.engine.backend.tokenizer.encode(text)
             extra["fork_text"] = text if isinstance(text, str) else list(text)
         more = {} if timeout is None else {"timeout": timeout}
         return Send(node, _with(arg, extra), **more)

@@ -11,6 +11,9 @@ raises or is cancelled          aborted at once
 is interrupted                  held; on resume the node runs anew and forks anew
 raises ``Command(graph=...)``   as if it had returned
 ==============================  ========================================================
+
+Tasks and entrypoints of the functional API are nodes too.  They have no state to write to: a task's
+value is its own, and an entrypoint's saved mapping gets ``fork_tip``.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 from langchain_core.runnables import RunnableConfig
+from langgraph.constants import START
 from langgraph.errors import GraphBubbleUp, ParentCommand
 from langgraph.runtime import Runtime
 
@@ -32,9 +36,9 @@ from forkserve import aio
 from forkserve.adapters.langchain.current import running
 from forkserve.adapters.langgraph import joins
 from forkserve.adapters.langgraph.branch import NodeBranch
-from forkserve.adapters.langgraph.output import merge_output
+from forkserve.adapters.langgraph.output import merge_output, save_tip
 from forkserve.adapters.langgraph.registry import Live, Registry, Run
-from forkserve.adapters.langgraph.state import Ref, field
+from forkserve.adapters.langgraph.state import Ref, field, is_ref
 from forkserve.adapters.langgraph.sweeper import Sweeper
 from forkserve.branch import Branch
 from forkserve.errors import AdapterError, NodeError
@@ -44,6 +48,7 @@ __all__ = ["Nodes", "Parent", "Role"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Role = Literal["trunk", "branch", "join"]
+Kind = Literal["node", "task", "entrypoint"]
 Parent = Callable[[Any], Ref | None]
 _READ_STATE = "__pregel_read_state"  # in the config of a Send's task: reads the graph's own state
 
@@ -56,6 +61,7 @@ class Call:
     run: Run
     live: Live
     runtime: Runtime[Any]
+    kind: Kind
     token: Token[Branch | None]
     began: float
 
@@ -94,7 +100,7 @@ class Nodes:
             async def anode(
                 *args: Any, config: RunnableConfig, runtime: Runtime[Any], **more: Any
             ) -> Any:
-                call = self._enter(role, parent, args[-1], config, runtime)
+                call = self._enter(role, parent, args, more, config, runtime)
                 with self._entered(call):
                     out = await fn(*args, **more, **given(call, config))
                     if self._waits(call):
@@ -111,7 +117,7 @@ class Nodes:
             def snode(
                 *args: Any, config: RunnableConfig, runtime: Runtime[Any], **more: Any
             ) -> Any:
-                call = self._enter(role, parent, args[-1], config, runtime)
+                call = self._enter(role, parent, args, more, config, runtime)
                 with self._entered(call):
                     out = fn(*args, **more, **given(call, config))
                     extra = self._succeed(call)
@@ -133,7 +139,8 @@ class Nodes:
         self,
         role: Role | Literal["auto"],
         parent: Parent | None,
-        state: Any,
+        args: Sequence[Any],
+        more: Mapping[str, Any],
         config: RunnableConfig,
         runtime: Runtime[Any],
     ) -> Call:
@@ -149,10 +156,20 @@ class Nodes:
             )
         path: tuple[Any, ...] = metadata.get("langgraph_path") or ()
         push = bool(path) and path[0] == "__pregel_push"
+        kind: Kind = "task" if push and path[3:] == (True,) else "node"
+        if START in metadata.get("langgraph_triggers", ()):
+            kind = "entrypoint"
+        given = [*args, *more.values()]
+        state = args[-1] if args else (given or [None])[-1]
         read = config.get("configurable", {}).get(_READ_STATE) if push else None
         sent = field(state, "fork_parent")
         ref = (parent(state) if parent else None) or sent or field(state, "fork_tip") or None
-        if ref is None and read is not None:
+        if ref is None and kind == "task":
+            ref = next((value for value in given if is_ref(value)), None) or self._caller()
+            ref = {**ref, "branch": 0} if ref is not None else None
+        elif ref is None and kind == "entrypoint":
+            ref = field(runtime.previous, "fork_tip")
+        elif ref is None and read is not None:
             ref = field(read(), "fork_tip")
         chosen: Role
         if role != "auto":
@@ -175,7 +192,14 @@ class Nodes:
             attempt=info.node_attempt,
             step=int(metadata.get("langgraph_step", 0)),
         )
-        return Call(branch, run, live, runtime, running.set(branch), began)
+        return Call(branch, run, live, runtime, kind, running.set(branch), began)
+
+    def _caller(self) -> Ref | None:
+        """Where the node, task or entrypoint is that calls this task; a join's own is scratch."""
+        here = running.get()
+        if not isinstance(here, NodeBranch) or here._registry is not self._registry:
+            return None
+        return here.base if here.role == "join" else here.ref
 
     def _resolve(
         self, run: Run, ref: Ref | None, state: Any, read: Callable[[], Any] | None
@@ -224,6 +248,8 @@ class Nodes:
             if field(branch.state, "fork_parent") is not None and branch.index is None:
                 # a step of a subgraph that is a branch
                 extra["fork_parent"] = branch.ref
+        elif fork.node not in call.live.forks and call.kind == "entrypoint":
+            pass  # a task that decided has made it part of the trunk
         elif branch.added:
             branch.attempt()
             extra = {"fork_tip": branch.ref}
@@ -233,7 +259,16 @@ class Nodes:
         else:  # it added nothing
             extra = {"fork_tip": branch.base}
             registry.abort(call.live, fork.node)
+        if call.kind == "entrypoint":
+            extra = {"fork_tip": self._trunk(call)}
         return extra
+
+    def _trunk(self, call: Call) -> Ref:
+        """Where an entrypoint leaves the trunk: tasks may have moved it."""
+        base, live = call.branch.base, call.live
+        tip = self._registry.engine.tree(live.session.id).tip
+        on = tip.id == base["node"] or any(above.id == base["node"] for above in tip.ancestors())
+        return self._registry.ref(live, tip.id) if on else base
 
     def _undo(self, call: Call) -> None:
         """The node was cancelled while it was being committed."""
@@ -273,6 +308,10 @@ class Nodes:
 
     def _leave(self, call: Call, out: Any, extra: Mapping[str, Any]) -> Any:
         self._report(call, extra)
+        if call.kind == "task":
+            return out
+        if call.kind == "entrypoint":
+            return save_tip(out, extra["fork_tip"])
         return merge_output(out, extra)
 
     def _report(self, call: Call, extra: Mapping[str, Any] | None = None) -> None:

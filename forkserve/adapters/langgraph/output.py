@@ -1,4 +1,4 @@
-"""Adding the adapter's channels to what a node returns, whatever its form."""
+"""Adding what the adapter remembers to what a node returns, whatever its form."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from langgraph.func import entrypoint
 from langgraph.types import Command
 
 from forkserve.adapters.langgraph.state import PRIVATE
 
-__all__ = ["merge_output"]
+__all__ = ["merge_output", "save_tip"]
 
 
 def merge_output(out: Any, extra: Mapping[str, Any]) -> Any:
@@ -30,6 +31,13 @@ def merge_output(out: Any, extra: Mapping[str, Any]) -> Any:
         ]
         return [*public, Command(update=dict(extra))]
     return {**_update(Command(update=out)), **extra}  # a model or a dataclass
+
+
+def save_tip(out: Any, tip: Any) -> Any:
+    """What an entrypoint returned, with ``fork_tip`` in the mapping that it saves for next time."""
+    if not isinstance(out, entrypoint.final) or not isinstance(out.save, Mapping):
+        return out
+    return replace(out, save={"fork_tip": tip, **out.save})
 
 
 def _update(command: Command[Any]) -> dict[str, Any]:

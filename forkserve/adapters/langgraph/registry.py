@@ -26,6 +26,7 @@ from uuid import uuid4
 from forkserve.adapters.langgraph.state import Ref, checked
 from forkserve.api import Engine
 from forkserve.branch import Branch
+from forkserve.engine.prompting import render_prompt
 from forkserve.errors import AdapterError, ForkServeError, NodeError, SessionError
 from forkserve.session import Prompt, Session
 from forkserve.types import NodeMode, Tokens, derive_seed
@@ -188,7 +189,7 @@ class Registry:
         if isinstance(prompt, str):
             return tokenizer.encode(prompt)
         if len(prompt) and not isinstance(prompt[0], int):
-            return tokenizer.encode(tokenizer.render(prompt))  # type: ignore[arg-type]
+            return tokenizer.encode(render_prompt(tokenizer, prompt))  # type: ignore[arg-type]
         return list(prompt)  # type: ignore[arg-type]
 
     # ---------------------------------------------------------------- forks

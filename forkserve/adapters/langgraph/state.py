@@ -23,6 +23,7 @@ __all__ = [
     "TipChannel",
     "checked",
     "field",
+    "is_ref",
     "merge_refs",
     "same_place",
 ]
@@ -47,15 +48,20 @@ class Ref(TypedDict):
     index: int
 
 
+def is_ref(value: Any) -> bool:
+    """Whether a value has the form of a ref."""
+    return isinstance(value, Mapping) and Ref.__annotations__.keys() <= value.keys()
+
+
 def checked(value: Any) -> Ref:
     """A ref as it is.  Raises AdapterError for anything else."""
     kinds = Ref.__annotations__
-    if not isinstance(value, Mapping) or not kinds.keys() <= value.keys():
+    if not is_ref(value):
         raise AdapterError(
             f"{value!r:.100} is no ref: it has {', '.join(kinds)}; take it from fork_tip or "
             "fork_refs as it is"
         )
-    return value  # type: ignore[return-value]
+    return value  # type: ignore[no-any-return]
 
 
 def same_place(a: Ref, b: Ref) -> bool:

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from forkserve.adapters.guessing import Guesser
 from forkserve.adapters.openhands.trees import Family, Tip
+from forkserve.adapters.sampling import sampling_fields
 from forkserve.adapters.templates import Message
 from forkserve.errors import ConfigError, SessionError
 
@@ -66,8 +67,9 @@ class ChatRequest:
             )
         named = address.get("conversation") or session or options.get("prompt_cache_key") or ""
         stop = options.get("stop") or ()
-        names = ("temperature", "top_p", "top_k", "seed")
-        sampling = {n: options[n] for n in names if options.get(n) is not None}
+        asked = {**(options.get("extra_body") or {}), **options}
+        unsaid = {"logprobs": None, "top_logprobs": None}  # replies have no place for them
+        sampling = sampling_fields({**asked, **unsaid})
         limit = options.get("max_completion_tokens") or options.get("max_tokens")
         return cls(
             messages=[{k: m[k] for k in _KEPT if m.get(k) is not None} for m in messages],

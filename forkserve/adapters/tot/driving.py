@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import inspect
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
+from typing import Any, ParamSpec
 
 from forkserve import aio
 from forkserve.adapters.tot.records import ToTResult
 from forkserve.adapters.tot.run import Asking, Batch, Halt, Run, Strategy
 from forkserve.reply import Reply
 
-__all__ = ["asearch", "search"]
+__all__ = ["Plan", "asearch", "search", "twins"]
+
+P = ParamSpec("P")
+Plan = tuple[Run, Strategy]
 
 
 def search(run: Run, strategy: Strategy) -> ToTResult:
@@ -47,6 +52,27 @@ async def asearch(run: Run, strategy: Strategy) -> ToTResult:
         return await aio.in_thread(run.finish)
     finally:
         steps.close()
+
+
+def twins(
+    name: str, plan: Callable[P, Plan]
+) -> tuple[Callable[P, ToTResult], Callable[P, Coroutine[Any, Any, ToTResult]]]:
+    """A search and its twin for coroutines.  plan: checks the arguments; its words are theirs."""
+
+    def sync(*args: P.args, **kwargs: P.kwargs) -> ToTResult:
+        return search(*plan(*args, **kwargs))
+
+    async def awaited(*args: P.args, **kwargs: P.kwargs) -> ToTResult:
+        return await asearch(*plan(*args, **kwargs))
+
+    sync.__doc__ = plan.__doc__
+    awaited.__doc__ = f"`{name}` for a coroutine; cancelling it ends the search."
+    signature = inspect.signature(plan).replace(return_annotation="ToTResult")
+    for function, own in ((sync, name), (awaited, f"a{name}")):
+        function.__name__ = function.__qualname__ = own
+        function.__module__ = plan.__module__
+        function.__signature__ = signature  # type: ignore[union-attr]
+    return sync, awaited
 
 
 class _Steps:

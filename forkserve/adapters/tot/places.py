@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import Any
 
 from forkserve.adapters.tot.task import Reader, Role, Task
@@ -157,12 +156,7 @@ class Trunks:
     def __enter__(self) -> Trunks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Trunks:

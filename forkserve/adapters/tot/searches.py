@@ -11,10 +11,9 @@ import math
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from forkserve.adapters.tot.driving import asearch, search
+from forkserve.adapters.tot.driving import Plan, twins
 from forkserve.adapters.tot.mcts import mcts as mcts_strategy
 from forkserve.adapters.tot.options import options as settings
-from forkserve.adapters.tot.records import ToTResult
 from forkserve.adapters.tot.run import Run, Strategy
 from forkserve.adapters.tot.strategies import beam as beam_strategy
 from forkserve.adapters.tot.strategies import bfs, dfs
@@ -38,7 +37,7 @@ __all__ = [
 Select = Literal["greedy", "sample"]
 
 
-def tot_bfs(
+def _plan_tot_bfs(
     engine: Engine,
     task: Task,
     problem: str,
@@ -46,30 +45,17 @@ def tot_bfs(
     beam: int = 5,
     select: Select = "greedy",
     **options: Any,
-) -> ToTResult:
+) -> Plan:
     """Breadth first: of all thoughts of a level the best `beam` are kept, by their own value.
 
     select: "greedy" takes the greatest values, equal ones in the order in which they were read;
     "sample" draws in proportion to the values (which must not be negative), none twice.
     An answer that is kept leaves the beam and is not expanded.  **options: fields of `Options`.
     """
-    return search(_run(engine, task, problem, options), _bfs(beam, select))
+    return _run(engine, task, problem, options), _bfs(beam, select)
 
 
-async def atot_bfs(
-    engine: Engine,
-    task: Task,
-    problem: str,
-    *,
-    beam: int = 5,
-    select: Select = "greedy",
-    **options: Any,
-) -> ToTResult:
-    """`tot_bfs` for a coroutine; cancelling it ends the search."""
-    return await asearch(_run(engine, task, problem, options), _bfs(beam, select))
-
-
-def tot_dfs(
+def _plan_tot_dfs(
     engine: Engine,
     task: Task,
     problem: str,
@@ -78,64 +64,38 @@ def tot_dfs(
     branch: int | None = None,
     answers: int = 1,
     **options: Any,
-) -> ToTResult:
+) -> Plan:
     """Depth first, the best child first; ends with so many `answers`.
 
     prune: children worth less are given up.  branch: children that are followed, at most.
     A subtree without an answer gives its pages back when it is left.
     """
-    return search(_run(engine, task, problem, options), _dfs(prune, branch, answers))
+    return _run(engine, task, problem, options), _dfs(prune, branch, answers)
 
 
-async def atot_dfs(
-    engine: Engine,
-    task: Task,
-    problem: str,
-    *,
-    prune: float | None = None,
-    branch: int | None = None,
-    answers: int = 1,
-    **options: Any,
-) -> ToTResult:
-    """`tot_dfs` for a coroutine; cancelling it ends the search."""
-    return await asearch(_run(engine, task, problem, options), _dfs(prune, branch, answers))
-
-
-def beam(engine: Engine, task: Task, problem: str, *, width: int = 5, **options: Any) -> ToTResult:
+def _plan_beam(engine: Engine, task: Task, problem: str, *, width: int = 5, **options: Any) -> Plan:
     """Beam search: as `tot_bfs`, but by the mean value of the whole path.
 
     Answers stay in the beam and compete with what is still being thought.  With
     ``generate="sample", evaluate="logprob"`` it needs no evaluation: the values are the model's own
     log-probabilities.
     """
-    return search(_run(engine, task, problem, options), _beam(width))
+    return _run(engine, task, problem, options), _beam(width)
 
 
-async def abeam(
-    engine: Engine, task: Task, problem: str, *, width: int = 5, **options: Any
-) -> ToTResult:
-    """`beam` for a coroutine; cancelling it ends the search."""
-    return await asearch(_run(engine, task, problem, options), _beam(width))
-
-
-def best_of_n(engine: Engine, task: Task, problem: str, *, n: int = 8, **options: Any) -> ToTResult:
+def _plan_best_of_n(
+    engine: Engine, task: Task, problem: str, *, n: int = 8, **options: Any
+) -> Plan:
     """Sample n whole answers and let a judge choose.
 
     The judge is what `evaluate` says: "value" marks each answer, "vote" sees them all in one
     ballot, "logprob" takes the model's own certainty.  With ``first=True`` (the default) an answer
     that `Task.check` calls right wins without a judge.
     """
-    return search(_run(engine, task, problem, _samples(n, options)), bfs(1, "greedy"))
+    return _run(engine, task, problem, _samples(n, options)), bfs(1, "greedy")
 
 
-async def abest_of_n(
-    engine: Engine, task: Task, problem: str, *, n: int = 8, **options: Any
-) -> ToTResult:
-    """`best_of_n` for a coroutine; cancelling it ends the search."""
-    return await asearch(_run(engine, task, problem, _samples(n, options)), bfs(1, "greedy"))
-
-
-def mcts(
+def _plan_mcts(
     engine: Engine,
     task: Task,
     problem: str,
@@ -143,29 +103,21 @@ def mcts(
     iterations: int = 20,
     exploration: float = math.sqrt(2),
     **options: Any,
-) -> ToTResult:
+) -> Plan:
     """Monte Carlo tree search: `iterations` expansions, each at the thought that UCB1 leads to.
 
     exploration: weight of what was seldom visited; 0 goes where the mean reward is greatest.
     Nothing is aborted but wrong answers before the search ends, since any thought may be visited
     again.
     """
-    return search(_run(engine, task, problem, options), _mcts(iterations, exploration, options))
+    return _run(engine, task, problem, options), _mcts(iterations, exploration, options)
 
 
-async def amcts(
-    engine: Engine,
-    task: Task,
-    problem: str,
-    *,
-    iterations: int = 20,
-    exploration: float = math.sqrt(2),
-    **options: Any,
-) -> ToTResult:
-    """`mcts` for a coroutine; cancelling it ends the search."""
-    return await asearch(
-        _run(engine, task, problem, options), _mcts(iterations, exploration, options)
-    )
+tot_bfs, atot_bfs = twins("tot_bfs", _plan_tot_bfs)
+tot_dfs, atot_dfs = twins("tot_dfs", _plan_tot_dfs)
+beam, abeam = twins("beam", _plan_beam)
+best_of_n, abest_of_n = twins("best_of_n", _plan_best_of_n)
+mcts, amcts = twins("mcts", _plan_mcts)
 
 
 def _run(engine: Engine, task: Task, problem: str, options: dict[str, Any]) -> Run:

@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
 from forkserve.errors import AdapterError
+from forkserve.prompt_text import content
 from forkserve.session import Prompt
 from forkserve.types import Constraint, Tokens
 
@@ -61,6 +62,8 @@ class Task:
     * append: `prompt` (what is asked after the thoughts so far), and `opening`, `write` at will.
 
     `value`, `vote` and `thoughts` read replies.  `done` and `check` end a path; `depth` does too.
+    Text is content: a problem or a thought that names a control token writes none.  Where a prompt
+    needs them, give chat messages, token ids, or `forkserve.PromptText`, which says what is which.
     What a method raises ends the search and is raised by it.
     """
 
@@ -212,13 +215,17 @@ class Reader:
         return found
 
     def _text(self, call: str, found: str | Tokens) -> str | Tokens:
+        if isinstance(found, str):
+            return content(found)
         ids = isinstance(found, Sequence) and not isinstance(found, bytes)
-        if isinstance(found, str) or (ids and all(isinstance(i, Integral) for i in found)):
+        if ids and all(isinstance(i, Integral) for i in found):
             return found
         raise self._wrong(call, found, "text or token ids")
 
     def _opening(self, call: str, found: Prompt) -> Prompt:
         """Chat messages are checked by `Session`."""
+        if isinstance(found, str):
+            return content(found)
         if isinstance(found, Sequence) and not isinstance(found, bytes):
             return found
         raise self._wrong(call, found, "text, token ids or chat messages")

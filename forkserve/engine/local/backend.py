@@ -63,6 +63,7 @@ class LocalBackend:
             spec = source.spec
             context = min(spec.context, config.max_context or spec.context)
             tokenizer = source.load_tokenizer()
+            tokenizer.split_special_tokens = config.split_special_tokens
             self.tokenizer: Tokenizer = tokenizer
             eos_ids = source.eos_ids(tokenizer)
             setup = Setup(

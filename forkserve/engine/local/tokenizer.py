@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from forkserve.engine.local.chat import ChatTemplate
+from forkserve.engine.local.literal import Literal
 from forkserve.engine.local.vocabulary import from_metadata, named_tokens
 from forkserve.errors import ModelError
+from forkserve.prompt_text import Piece, PromptText, occurrences, pattern_of, plain
 
 __all__ = ["LocalTokenizer"]
 
@@ -28,6 +30,7 @@ _END_MARKERS = (
     "</s>",
     "<eos>",
 )
+_FLAGS = ("lstrip", "normalized", "rstrip", "single_word")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -36,7 +39,11 @@ class LocalTokenizer:
 
     A SentencePiece tokenizer may put a space before the text that it is given; where it does, the
     bytes of a text's ids begin with it.
+    split_special_tokens: what looks like a control token in a conversation is content, and is split
+    into plain tokens; False trusts all of it.
     """
+
+    split_special_tokens = True
 
     def __init__(
         self,
@@ -55,19 +62,39 @@ class LocalTokenizer:
         self._backend = backend
         self._where = where
         added = backend.get_added_tokens_decoder()
-        self._special = frozenset(i for i, token in added.items() if token.special)
+        control = {i: token for i, token in added.items() if token.special}
+        self._special = frozenset(control)
+        names = [token.content for token in control.values()]
+        self._controls = pattern_of(names)
+        # What is normalised may become the name of a control token.
+        folding = backend.normalizer is not None
+        self._folding = folding and any(token.normalized for token in control.values())
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._bytes = self._token_bytes({i: token.content for i, token in added.items()})
         self._templates = {
-            name: ChatTemplate(source, named, where) for name, source in templates.items()
+            name: ChatTemplate(source, named, where, names) for name, source in templates.items()
         }
 
     # -- Tokenizer protocol ----------------------------------------------------------------
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of `text`; adds nothing at either end."""
-        backend = self._backend if special else self._literal
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        """Ids of `text`; adds nothing at either end.
+
+        special=False: of the whole text as content.  Of a `PromptText` what is marked is content.
+        """
+        if not special:
+            text = plain(text)
+        own: list[Piece] = []
+        pattern = self._controls if isinstance(text, PromptText) else None
+        if pattern is not None and (self._folding or text.plain):  # type: ignore[attr-defined]
+            found = list(occurrences(text, pattern))
+            own = [piece for piece, free in found if free]
+            if len(own) < len(found):
+                return self._literal.encode(str(text), own)
+        ids: list[int] = self._backend.encode(str(text), add_special_tokens=False).ids
+        unsafe = pattern is not None and self._folding
+        if unsafe and sum(i in self._special for i in ids) > len(own):
+            return self._literal.encode(str(text), own)
         return ids
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
@@ -85,12 +112,23 @@ class LocalTokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Chat messages as text, by the model's own template: its "tool_use" one given tools."""
+        """Chat messages as text, by the model's own template: its "tool_use" one given tools.
+
+        A `PromptText`: control tokens are those that the template writes (`ChatTemplate.render`),
+        unless contents are trusted.
+        """
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
             raise ModelError(f"{self._where} has no chat template; give the prompt as text")
-        return template.render(messages, tools, documents, add_generation_prompt)
+        text = template.render(
+            messages,
+            tools,
+            documents,
+            add_generation_prompt,
+            split_special_tokens=self.split_special_tokens,
+        )
+        return text if self.split_special_tokens else str(text)
 
     # -- beyond the protocol ---------------------------------------------------------------
 
@@ -100,11 +138,9 @@ class LocalTokenizer:
         return [i for i in ids if i is not None and i in self._special]
 
     @cached_property
-    def _literal(self) -> Tokenizer:
-        """A twin that reads markers as plain text (a mode of the object, not of the call)."""
-        twin = Tokenizer.from_str(self._backend.to_str())
-        twin.encode_special_tokens = True
-        return twin
+    def _literal(self) -> Literal:
+        """Built when content is first encoded as such: a second tokenizer."""
+        return Literal(self._backend)
 
     def _token_bytes(self, added: Mapping[int, str]) -> dict[int, bytes]:
         byte_level = b"ByteLevel" in _state(self._backend.decoder)
@@ -151,7 +187,36 @@ class LocalTokenizer:
             text = value.get("content") if isinstance(value, dict) else value
             if role.endswith("_token") and isinstance(text, str):
                 named[role] = text
+        _declare(backend, config, named.values())
         return cls(backend, templates=_templates(folder, config), named=named, where=str(folder))
+
+
+def _declare(backend: Tokenizer, config: Mapping[str, Any], roles: Iterable[str]) -> None:
+    """Add the tokens that tokenizer_config.json alone knows of, as Hugging Face does.
+
+    Those that have no id in the vocabulary, nor the next one, are left out: a model has no row for
+    them.  roles: special tokens by name.
+    """
+    special = {*roles}
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        found = config.get(name) or ()
+        for one in found.values() if isinstance(found, dict) else found:
+            special.add(one["content"] if isinstance(one, dict) else str(one))
+    declared = config.get("added_tokens_decoder") or {}
+    wanted = {entry["content"]: (int(i), entry) for i, entry in declared.items()}
+    for content in sorted(special - wanted.keys()):
+        wanted[content] = (-1, {"content": content})
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for content, (place, entry) in sorted(wanted.items(), key=lambda item: item[1][0]):
+        there = backend.token_to_id(content)
+        if (
+            content
+            and content not in known
+            and (there is not None or place == backend.get_vocab_size(with_added_tokens=True))
+        ):
+            flags = {name: bool(entry.get(name)) for name in _FLAGS}
+            flags["special"] = content in special or bool(entry.get("special"))
+            backend.add_tokens([AddedToken(content, **flags)])
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

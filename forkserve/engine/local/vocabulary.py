@@ -16,11 +16,23 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_SPLITS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2}
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")  # they take whole words of the vocabulary
+_SPLITS = {
+    **dict.fromkeys(_LLAMA3_NAMES, _LLAMA3),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
 _PLAIN = ("gpt-2", "gpt2", "default")
 _DIGITS = ("smollm",)
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
+_FRAMES = frozenset(
+    (
+        *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<|assistant|>", "<|user|>"),
+        *("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"),
+        *("<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>"),
+    )
+)
 _ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file names none
 
@@ -43,11 +55,27 @@ def from_metadata(meta: Mapping[str, Any], where: str) -> Tokenizer:
         raise
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{where}: vocabulary and merges disagree: {error}") from error
-    kinds = meta.get("tokenizer.ggml.token_type", [])
-    for flag, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        group = [tokens[i] for i, k in enumerate(kinds) if k == flag and i < len(tokens)]
+    kinds = meta.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    frames = _frames(meta, tokens)
+    typed = list(zip(tokens, kinds, strict=False))
+    control = [token for token, kind in typed if kind == _CONTROL or token in frames]
+    users = [token for token, kind in typed if kind == _USER_DEFINED and token not in frames]
+    for group, special in ((control, True), (users, False)):
         backend.add_tokens([AddedToken(t, special=special, normalized=False) for t in group])
     return backend
+
+
+def _frames(meta: Mapping[str, Any], tokens: Sequence[str]) -> set[str]:
+    """Tokens that begin or end a turn or a text.
+
+    Some files have them as ordinary or user-defined ones; then any text could write them.
+    """
+    found = {name for name in tokens if name in _FRAMES}
+    for role in ("bos", "eos", "eot", "eom"):
+        index = _role(meta, role)
+        if index is not None and 0 <= index < len(tokens):
+            found.add(tokens[index])
+    return found
 
 
 def named_tokens(meta: Mapping[str, Any]) -> dict[str, str]:
@@ -76,7 +104,7 @@ def _byte_level(meta: Mapping[str, Any], tokens: Sequence[str], where: str) -> T
     split = meta.get("tokenizer.ggml.pre", "default")
     pre = _pre_tokenizer(split, where)
     vocab = {token: i for i, token in enumerate(tokens)}
-    model = models.BPE(vocab, merges, ignore_merges=split in ("llama-bpe", "llama3"))
+    model = models.BPE(vocab, merges, ignore_merges=split in _LLAMA3_NAMES)
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre
     if split == "qwen2":

@@ -1,19 +1,16 @@
-"""However a run ends, nothing is left: pages, branches, tasks, threads, secrets."""
+"""However a run ends, nothing is left: pages, branches, tasks, threads."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, field_validator
 
 from forkserve import Engine
 from forkserve.adapters.react import (
@@ -25,97 +22,11 @@ from forkserve.adapters.react import (
     ToolResult,
     ToolStarted,
 )
-from forkserve.adapters.tools import Tool, ToolFailed
+from forkserve.adapters.tools import Tool
 from forkserve.errors import BackendError
-from forkserve.types import NodeMode
 
-from .conftest import Make, rest_until_quiet, spoken
-from .test_react import gaze
-
-SECRET = "hunter2-swordfish"
-
-
-def everything(eng: Engine) -> str:
-    """All text that any node of any session holds, dead ones that wait for reclaim as well."""
-    decode = eng.backend.tokenizer.decode_bytes
-    parts = []
-    for name in eng.sessions():
-        tree = eng.tree(name)
-        parts += [decode(node.tokens) for node in [*tree, *tree.dead]]
-    return b"\0".join(parts).decode("utf-8", "replace")
-
-
-def guessed(eng: Engine) -> str:
-    """All text on speculative branches, with what they see of their parents left out."""
-    decode = eng.backend.tokenizer.decode_bytes
-    parts = [
-        decode(node.tokens)
-        for name in eng.sessions()
-        for node in eng.tree(name)
-        if node.mode is NodeMode.SPEC
-    ]
-    return b"\0".join(parts).decode("utf-8", "replace")
-
-
-# --- secrets -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("family", ["qwen", "hermes", "mistral", "plain"])
-def test_arguments_are_not_speculated(make: Make, family: str, lazy: bool) -> None:
-    held = threading.Event()
-
-    def login(password: str) -> str:
-        assert held.wait(5)
-        return "welcome"
-
-    wrote = "<think>\nLog in.\n</think>\n\n" + spoken({"login": {"password": SECRET}})
-    eng = make(wrote, "Done.", family=family, lazy_abort=lazy)
-    agent = ReactAgent(eng, [login])
-    seen = 0
-    with eng.session(agent.prompt("Go.")) as session:
-        for event in agent.stream("Go.", session=session):
-            if isinstance(event, Speculated):
-                seen += 1
-                assert SECRET not in guessed(eng)
-                assert SECRET in everything(eng), "it was decoded: committed text has it"
-                held.set()
-            if isinstance(event, Final):
-                assert SECRET in json.dumps(event.result.messages)
-        assert seen
-        eng.commit(session.id, session.tip.tip, [1], at=1)  # the conversation is taken back
-        eng.drain_aborts()
-        assert SECRET not in everything(eng)
-
-
-def test_public_arguments_are_speculated(make: Make) -> None:
-    wrote = "<think>\nHm.\n</think>\n\n" + spoken({"gaze": {"at": "the open sea"}})
-    for public in (False, True):
-        eng = make(wrote, "Done.")
-        result = ReactAgent(eng, [Tool.of(gaze, public=public)]).run("Go.")
-        stats = result.turns[1].stats
-        assert (stats.withheld == 0) == public
-        assert (stats.used > 40) == public
-
-
-def test_an_aborted_run_leaves_no_secret(make: Make) -> None:
-    over = threading.Event()
-    tool = Tool.of(lambda password="": over.wait(5), name="login")
-    eng = make("<think>\nx\n</think>\n\n" + spoken({"login": {"password": SECRET}}), "Done.")
-    agent = ReactAgent(eng, [tool])
-    with eng.session(agent.prompt("Go.")) as session:
-        run = agent.stream("Go.", session=session)
-        for event in run:
-            if isinstance(event, Speculated):
-                break
-        run.close()
-        over.set()
-        assert guessed(eng) == ""
-        modes = {node.mode for node in eng.tree(session.id)}
-        assert modes == {NodeMode.COMMIT}
-
-
-# --- leaving early -------------------------------------------------------------------------------
+from .agents import gaze
+from .conftest import Make, spoken
 
 REPLIES = [
     "So." + spoken([("gaze", {"at": "a"}), ("rest", {})]),
@@ -244,126 +155,6 @@ def test_speculation_that_fails_is_no_failure(make: Make) -> None:
     result = agent.run("Go.")
     assert result.text == "Done."
     assert "ContextOverflow" in result.turns[1].stats.refused
-
-
-# --- what tools do -------------------------------------------------------------------------------
-
-
-class Odd(BaseException):
-    """Not an Exception."""
-
-
-class Mute(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text either")
-
-
-def leave(error: BaseException, is_async: bool) -> Callable[[], Any]:
-    async def later() -> str:
-        raise error
-
-    def now() -> str:
-        raise error
-
-    return later if is_async else now
-
-
-@pytest.mark.parametrize("how", ["sync", "async"])
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (SystemExit(2), "SystemExit: 2"),
-        (Odd("odd"), "Odd: odd"),
-        (asyncio.CancelledError(), "cancel"),
-        (Mute(), "Mute"),
-        (ValueError("a\ud800b"), "ValueError: a"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
-)
-def test_whatever_a_tool_raises_is_an_observation(
-    make: Make, error: BaseException, text: str, is_async: bool, how: str
-) -> None:
-    """Also what is no Exception: in a thread nobody would hear of it, and the run would wait."""
-    eng = make(spoken({"tool": {}}), "Done.")
-    agent = ReactAgent(eng, [Tool.of(leave(error, is_async), name="tool")])
-    result = agent.run("Go.") if how == "sync" else asyncio.run(agent.arun("Go."))
-    (seen,) = result.turns[0].observations
-    assert isinstance(seen.error, ToolFailed)
-    assert text.lower() in str(seen.error).lower()
-    assert result.text == "Done."
-
-
-@pytest.mark.parametrize("how", ["sync", "async"])
-def test_a_validator_that_raises_is_an_observation(make: Make, how: str) -> None:
-    class Order(BaseModel):
-        n: int
-
-        @field_validator("n")
-        @classmethod
-        def check(cls, n: int) -> int:
-            raise RuntimeError("the shop is closed")
-
-        def __call__(self) -> str:
-            return "ordered"
-
-    eng = make(spoken({"Order": {"n": 1}}), "Done.")
-    agent = ReactAgent(eng, [Order])
-    result = agent.run("Go.") if how == "sync" else asyncio.run(agent.arun("Go."))
-    assert "the shop is closed" in result.turns[0].observations[0].text
-
-
-async def stream_of() -> Any:
-    yield "one"
-    yield "two"
-
-
-def lazily() -> Any:
-    async def later() -> str:
-        return "in the end"
-
-    return later()
-
-
-@pytest.mark.parametrize("how", ["sync", "async"])
-@pytest.mark.parametrize(
-    ("tool", "text"),
-    [
-        (stream_of, '["one", "two"]'),
-        (lazily, "in the end"),
-        (partial(stream_of), '["one", "two"]'),
-        (lambda: "half \ud83d", "half \ud83d"),
-        (lambda: {"name": "\ud83d\ude00"}, '{"name": "\ud83d\ude00"}'),
-        (lambda: None, "null"),
-        (lambda: b"\xff\x00", "\ufffd\x00"),
-    ],
-)
-def test_whatever_a_tool_returns_can_be_written(
-    make: Make, tool: Callable[[], Any], text: str, how: str
-) -> None:
-    eng = make(spoken({"tool": {}}), "Done.")
-    agent = ReactAgent(eng, [Tool.of(tool, name="tool")])
-    result = agent.run("Go.") if how == "sync" else asyncio.run(agent.arun("Go."))
-    assert result.turns[0].observations[0].text == text
-    assert result.text == "Done."
-
-
-def test_nothing_speculative_is_left_after_a_commit(make: Make) -> None:
-    """The recovery branch hangs on the known suffix, which the commit adopts."""
-
-    def wait() -> str:
-        rest_until_quiet()
-        return "fine"
-
-    eng = make(spoken({"wait": {}}), "Done.")
-    left = []
-    for event in ReactAgent(eng, [wait], p_error=0.5).stream("Go."):
-        if isinstance(event, Speculated):
-            left.append(event.branch)
-        if isinstance(event, Committed):
-            (name,) = eng.sessions()
-            assert [n.branch for n in eng.tree(name) if n.mode is NodeMode.SPEC] == []
-    assert left == ["wait", "err"]
 
 
 # --- many at once --------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +10,10 @@ import pytest
 
 from forkserve import ForkServeConfig
 from forkserve.engine import MockBackend
-from forkserve.errors import ModelError
+from forkserve.prompt_text import occurrences
 
-jinja2 = pytest.importorskip("jinja2")
+pytest.importorskip("jinja2")
+from forkserve.engine.local.chat import ChatTemplate
 
 # Only messages: the family of SmolLM2.
 PLAIN = """\
@@ -170,36 +170,31 @@ class SeamTokenizer:
     """Bytes, four markers, and words that span the seams of templates (longest first)."""
 
     def __init__(self, source: str) -> None:
-        environment = jinja2.Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-        environment.globals["raise_exception"] = self._refuse
-        self._template = environment.from_string(source)
+        self._template = ChatTemplate(source, {}, "here", MARKERS)
         words = sorted(WORDS, key=len, reverse=True)
         self._ids = {word: 260 + number for number, word in enumerate(words)}
         self._table = {i: word.encode() for word, i in self._ids.items()}
         self._words = re.compile("|".join(map(re.escape, words)))
-        self._markers = re.compile("(" + "|".join(map(re.escape, MARKERS)) + ")")
+        self._markers = re.compile("|".join(map(re.escape, MARKERS)))
         self.encoded = 0
-
-    @staticmethod
-    def _refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         self.encoded += len(text)
         ids: list[int] = []
-        for part in self._markers.split(text) if special else [text]:
-            if special and part in MARKERS:
-                ids.append(256 + MARKERS.index(part))
-                continue
-            at = 0
-            for word in self._words.finditer(part):
-                ids += [*part[at : word.start()].encode(), self._ids[word[0]]]
-                at = word.end()
-            ids += part[at:].encode()
-        return ids
+        at = 0
+        for (begin, end), own in occurrences(text, self._markers) if special else ():
+            if own:
+                ids += [*self._worded(text[at:begin]), 256 + MARKERS.index(text[begin:end])]
+                at = end
+        return ids + self._worded(text[at:])
+
+    def _worded(self, text: str) -> list[int]:
+        ids: list[int] = []
+        at = 0
+        for word in self._words.finditer(text):
+            ids += [*text[at : word.start()].encode(), self._ids[word[0]]]
+            at = word.end()
+        return ids + list(text[at:].encode())
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
         out = bytearray()
@@ -219,13 +214,7 @@ class SeamTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        try:
-            text: str = self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ModelError(f"the template refused: {error}") from error
-        return text
+        return self._template.render(messages, tools, None, add_generation_prompt)
 
 
 def backend(family: str = "qwen", **options: Any) -> MockBackend:

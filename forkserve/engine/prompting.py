@@ -1,0 +1,65 @@
+"""Chat messages as a prompt: what has to be done around every call of a chat template."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forkserve.engine.protocol import Tokenizer
+from forkserve.errors import ForkServeError
+from forkserve.prompt_text import content, joined
+
+__all__ = ["render_prompt", "takes_system"]
+
+_WORD = "Ty6SystemWordQm"
+_takes: weakref.WeakKeyDictionary[Tokenizer, bool] = weakref.WeakKeyDictionary()
+
+
+def render_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    system: bool | None = None,
+) -> str:
+    """Messages as text, by the model's own template; `encode` reads its marks.
+
+    A template that takes no system message (Gemma's refuses one) has it as the beginning of the
+    first user's text.  system: whether it takes one, if that is known.
+    """
+    first = messages[0].get("role") if messages else None
+    if first == "system" and not (takes_system(tokenizer) if system is None else system):
+        messages = _folded(messages)
+    return tokenizer.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+
+def takes_system(tokenizer: Tokenizer) -> bool:
+    """Whether the template writes a system message at the beginning, found out by trying it."""
+    known = _takes.get(tokenizer)
+    if known is None:
+        messages = [{"role": "system", "content": _WORD}, {"role": "user", "content": "x"}]
+        try:
+            known = _WORD in tokenizer.render(messages, add_generation_prompt=True)
+        except ForkServeError:
+            known = False
+        _takes[tokenizer] = known
+    return known
+
+
+def _folded(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """System messages at the beginning as the beginning of the first user's text."""
+    count = next((i for i, m in enumerate(messages) if m.get("role") != "system"), len(messages))
+    parts: list[str] = []
+    for message in messages[:count]:
+        said = message["content"]
+        parts += ["\n\n" if parts else "", content(said if isinstance(said, str) else str(said))]
+    text = joined(parts)
+    rest = list(messages[count:])
+    if not rest or rest[0].get("role") != "user":  # nobody to put it before
+        return [{"role": "user", "content": text}, *rest]
+    said = rest[0].get("content") or ""
+    whole: Any = [{"type": "text", "text": text}]
+    whole = joined([text, "\n\n", content(said)]) if isinstance(said, str) else [*whole, *said]
+    return [{**rest[0], "content": whole}, *rest[1:]]
