@@ -129,7 +129,7 @@ class Core:
         self.scheduler.remove(task)
         task.refresh()
         if task.remaining:
-            self.scheduler.submit(task)
+            self.scheduler.submit(task, again=True)
         else:  # another path has computed what it speculated on
             self.finish(task)
 

@@ -102,8 +102,8 @@ class Scheduler:
 
     # -- the queue -------------------------------------------------------------------------
 
-    def submit(self, job: Job) -> None:
-        """Queue a job.  Raises AdmissionRefused("queue_full").
+    def submit(self, job: Job, *, again: bool = False) -> None:
+        """Queue a job.  Raises AdmissionRefused("queue_full"), but not `again` for one that was in.
 
         Both classes have `max_queue` places, and speculation gets none while the two together use
         as many: a queue full of speculation never turns committed work away.
@@ -115,7 +115,7 @@ class Scheduler:
                 f"chunks of {job.chunk} is empty or already queued"
             )
         waiting = len(self) if spec else len(self) - len(self._spec)
-        if waiting >= self.config.max_queue:
+        if waiting >= self.config.max_queue and not again:
             raise AdmissionRefused(
                 "queue_full",
                 f"{waiting} jobs wait already; finish or cancel some, or raise max_queue",

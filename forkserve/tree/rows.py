@@ -20,7 +20,6 @@ from forkserve.types import NodeMode, RowCopy, Span
 
 __all__ = [
     "Reservation",
-    "begun",
     "cut",
     "fence",
     "missing",
@@ -182,7 +181,7 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
         source = before.pages[(begin - before.start) // size]
         copies.append(RowCopy(source, 0, fresh[0], 0, rest))
     node.segments.append(segment)
-    begun(node)
+    _begun(tree, node)
     write = Span(segment.key, segment.pages, begin, count, begin - start)
     return Reservation(node, segment, begin, count, write, copies, fresh, created=True)
 
@@ -275,10 +274,15 @@ def _grow(tree: ContextTree, node: Node, segment: Segment, begin: int, count: in
     return Reservation(node, segment, begin, count, write, copies, fresh, dropped, before)
 
 
-def begun(node: Node) -> None:
-    """A segment was begun: a first one, where the node's tokens begin, stands on the rows above."""
-    if len(node.segments) == 1 and node.kv_begin <= node.alias_len:
-        node.floor = 0
+def _begun(tree: ContextTree, node: Node) -> None:
+    """A segment was begun: a first one, where the node's tokens begin, stands on the rows above.
+
+    Unless those were given back, which can only be if a row sees none but itself.
+    """
+    begin = node.kv_begin
+    if len(node.segments) == 1 and begin <= node.alias_len:
+        above = node.parent is None or spans(tree, node.parent, begin)
+        node.floor = 0 if above else begin
 
 
 def _watched(node: Node, segment: Segment) -> bool:
@@ -328,7 +332,7 @@ def _adopt(tree: ContextTree, node: Node, begin: int, rest: int) -> Segment:
         parent.segments.pop()
     taken = new_segment(begin - rest, [page], begin)
     node.segments.append(taken)
-    begun(node)
+    _begun(tree, node)
     tree.epoch += 1
     return taken
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from forkserve.errors import OutOfPages
 from forkserve.tree.node import Node, new_segment
-from forkserve.tree.rows import Reservation, begun
+from forkserve.tree.rows import Reservation
 from forkserve.tree.tree import ContextTree
 
 __all__ = ["goes_on", "prolong"]
@@ -51,7 +51,7 @@ def prolong(
     # On two tables: whoever goes on behind these rows takes them to a page of its own first.
     segment.sealed = bool(common) and not extra
     node.segments.append(segment)
-    begun(node)
+    node.floor = 0
     write = head.write
     used = pool.pages_for(write.offset + write.length)
     pages = [*write.pages[:used], *extra]

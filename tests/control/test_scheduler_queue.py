@@ -90,3 +90,13 @@ def test_decode_share_is_about_other_sessions_and_fades() -> None:
     assert made.decode_share(350.0, "b") == 0.75
     assert made.decode_share(1100.0, "b") == 0.0
     assert not made._decoded_ms
+
+
+def test_who_was_admitted_is_queued_again_whoever_came_meanwhile() -> None:
+    spec = job(SPEC, 1, 10)
+    made = scheduler(spec, job(TAIL, 2, 10, session="u"), max_queue=1)
+    made.remove(spec)
+    with pytest.raises(AdmissionRefused, match="queue_full"):
+        made.submit(spec)
+    made.submit(spec, again=True)
+    assert spec in made

@@ -269,3 +269,19 @@ def test_a_branch_goes_on_where_what_was_given_back_ends() -> None:
         eng.check()
     assert_rows_as_cold(eng, s)
     assert_nothing_left(eng)
+
+
+@pytest.mark.parametrize("tail", ["auto", "pack", "freeze"])
+def test_a_window_of_one_row(tail: str) -> None:
+    """A row sees none but itself: whole nodes go while the next row is still to be computed."""
+    eng = engine({"window": 1}, tail=tail, prefix_index=False, prefill_chunk=3, max_batch_tokens=2)
+    s = eng.open(range(20, 30)).id
+    for turn in range(4):
+        eng.commit(s, eng.tree(s).tip.id, [turn])
+        text = eng.tokens(s)
+        assert eng.generate(s, 2 + turn, params=GO_ON) == cold(text, 2 + turn, GO_ON, 1)
+        with core(eng).lock:
+            core(eng).drop_rows(eng.tree(s), eng.tree(s).tip)
+        eng.check()
+    assert_rows_as_cold(eng, s)
+    assert_nothing_left(eng)

@@ -373,6 +373,22 @@ def test_attempts_draw_the_same_in_another_engine(make: Make) -> None:
     assert run() == run()
 
 
+def test_a_line_draws_from_the_seed_that_is_documented(make: Make) -> None:
+    """The main line from the session's, the attempt on line i from ``derive_seed(seed, i)``."""
+
+    def alone(seed: int) -> tuple[int, ...]:
+        with make().session("prompt") as fresh:
+            return fresh.generate(8, temperature=1.0, seed=seed).tokens
+
+    with make().session("prompt", seed=5) as s:
+        ways = s.attempts(3)
+        replies = s.generate_many(ways, 8, temperature=1.0)
+        assert [s._tree.get(way.tip).line for way in ways] == [1, 2, 3]
+        assert [r.tokens for r in replies] == [alone(derive_seed(5, i)) for i in (1, 2, 3)]
+        assert s.generate(8, temperature=1.0).tokens == alone(5)
+    assert len({r.tokens for r in replies}) == 3
+
+
 @pytest.mark.parametrize("n", [0, -1, 1.5, True])
 def test_attempts_of_a_wrong_number(eng: Engine, n: Any) -> None:
     with eng.session("prompt") as s:
