@@ -10,8 +10,9 @@ import random
 import time
 
 from benchmarks.measure import Options, Report, Target, median, repeat, share
+from forkserve.kernels.pieces import Tiling
 from forkserve.kernels.tile_plans import TilePlanner
-from forkserve.kernels.tiles import TilePlan, Tiling
+from forkserve.kernels.tiles import TilePlan
 from forkserve.types import Span, Work
 
 PAGE, GROUP = 16, 8

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def benchmarks(found: dict[str, Any], end: float, sizes: Any, scale: float) -> d
     """Every table, row by row while there is time; what was left out is said."""
     import torch
 
-    from benchmarks.gpu import attention
+    from benchmarks.gpu import attention, products
     from benchmarks.gpu.timing import ceiling
 
     device = torch.device(found["torch_device"])
@@ -107,14 +107,17 @@ def benchmarks(found: dict[str, Any], end: float, sizes: Any, scale: float) -> d
             "ceiling": {"copy_gb_s": top.copy_gbs, "gemm_bf16_tflop_s": top.gemm_tflops},
             "left_out": [],
         }
-        jobs: dict[str, Callable[..., Any]] = {
-            "paged": attention.paged,
-            "trees": attention.trees,
-            "tuning": attention.tuning,
+        jobs: dict[str, Iterator[dict[str, Any]]] = {
+            "paged": attention.paged(sizes, device, top),
+            "trees": attention.trees(sizes, device, top),
+            "products": products.products(sizes.products, device, top),
+            "tuning": attention.tuning(sizes, device, top),
+            "shapes": products.shapes(sizes.products, device, top),
+            "levels": attention.levels(sizes, device, top),
         }
-        for name, job in jobs.items():
+        for name, rows in jobs.items():
             tables[name] = []
-            for row in job(sizes, device, top):
+            for row in rows:
                 tables[name].append(row)
                 if time.perf_counter() > end:
                     tables["left_out"].append(f"{name} after {len(tables[name])} rows")
@@ -146,7 +149,7 @@ def show(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 170)
-    for name in ("paged", "trees", "tuning", "goals"):
+    for name in ("paged", "trees", "products", "tuning", "shapes", "levels", "goals"):
         rows = result.get(name) or []
         if not rows:
             continue

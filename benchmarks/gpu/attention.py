@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu.products import Products
 from benchmarks.gpu.shapes import AGENTS, FASTTREE, HEADS, Batch, Tree, batch, flat, works_of
-from benchmarks.gpu.timing import Ceiling, milliseconds
+from benchmarks.gpu.timing import Ceiling, agree, milliseconds, replayed
+from forkserve.kernels.pieces import LEVEL_COST, SPLIT, Tiling
 from forkserve.kernels.plan import span_rows
 from forkserve.kernels.quant import KVRows
 from forkserve.kernels.tile_attention import Partials, TileShape, attend_tiles
 from forkserve.kernels.tile_plans import DevicePlan
-from forkserve.kernels.tiles import SPLIT, Tiling, plan_tiles
+from forkserve.kernels.tiles import plan_tiles
 from forkserve.types import Work
 
-__all__ = ["PAGED", "Sizes", "paged", "trees", "tuning"]
+__all__ = ["PAGED", "Sizes", "levels", "paged", "trees", "tuning"]
 
 PAGE = 16
 # Sequences x context; GQA 8:1 over heads of 128, as the goal states it.
@@ -38,12 +40,14 @@ class Sizes:
     splits: Sequence[int] = (256, 512, 1024)
     tuned: tuple[int, int] = (8, 8192)
     shapes: Sequence[TileShape] = (
-        TileShape(32, 4, 4),
-        TileShape(64, 4, 3),
-        TileShape(64, 4, 2),
-        TileShape(64, 8, 3),
-        TileShape(128, 8, 3),
+        TileShape(2, 4),
+        TileShape(2, 6),
+        TileShape(4, 3),
+        TileShape(4, 5),
+        TileShape(8, 4),
     )
+    costs: Sequence[int] = (0, 512, 2048, 8192)
+    products: Products = field(default_factory=Products)
     budget_s: float = 0.25
 
 
@@ -59,21 +63,26 @@ class Problem:
         self.q = torch.randn(len(made.works), query, dim, **kind)
 
     def kernel(
-        self, works: list[Work], split: int = SPLIT, shape: TileShape | None = None
+        self,
+        works: list[Work],
+        split: int = SPLIT,
+        shape: TileShape | None = None,
+        cost: int = LEVEL_COST,
     ) -> Callable[[], torch.Tensor]:
         """The tile kernel and the merge over a plan of `works`."""
         group = self.heads[0] // self.heads[1]
-        plan = plan_tiles(works, Tiling(PAGE, group, split=split), self.made.pages * PAGE)
+        tiling = Tiling(PAGE, group, split=split, level_cost=cost)
+        plan = plan_tiles(works, tiling, self.made.pages * PAGE)
         sent = DevicePlan.exact(plan, self.device)
         partials = Partials(plan.rows.size, self.heads[0], self.dim, self.device)
         shapes = None if shape is None else (shape, shape)
 
         def run() -> torch.Tensor:
             return attend_tiles(
-                self.q, self.kv, sent, partials, page_size=PAGE, scale=self.dim**-0.5, shapes=shapes
+                self.q, self.kv, sent, partials, scale=self.dim**-0.5, shapes=shapes
             )
 
-        return run
+        return replayed(run, self.device)
 
     def sdpa(self) -> Callable[[], torch.Tensor] | None:
         """torch's attention, a call per sequence over a contiguous copy of its rows.
@@ -102,7 +111,7 @@ class Problem:
                 ]
             )
 
-        return run
+        return replayed(run, self.device)
 
     def bytes(self, rows: int) -> int:
         """Of K and V of so many rows, of queries and of results."""
@@ -112,13 +121,6 @@ class Problem:
     def flops(self) -> int:
         """Multiplications and additions, all heads."""
         return 4 * self.made.copied * self.heads[0] * self.dim
-
-
-def _agree(a: torch.Tensor, b: torch.Tensor) -> None:
-    """The two ways of computing it agree, or their times mean nothing."""
-    error = float((a.flatten().float() - b.flatten().float()).norm() / b.float().norm())
-    if not error < 2e-2:
-        raise RuntimeError(f"results differ by {error:.3g} of their norm")
 
 
 Rows = Iterator[dict[str, Any]]
@@ -153,13 +155,13 @@ def trees(sizes: Sizes, device: torch.device, top: Ceiling) -> Rows:
         made = problem.made
         ours = problem.kernel(made.works)
         alone = problem.kernel(flat(made))
-        _agree(ours(), alone())
+        agree(ours(), alone())
         ms = milliseconds(ours, device, sizes.budget_s)
         flat_ms = milliseconds(alone, device, sizes.budget_s)
         sdpa_ms = None
         each = problem.sdpa()
         if each is not None:
-            _agree(ours(), each())
+            agree(ours(), each())
             sdpa_ms = milliseconds(each, device, sizes.budget_s)
         bytes_ms = problem.bytes(made.shared) / top.copy_gbs / 1e6
         flops_ms = problem.flops / top.gemm_tflops / 1e9
@@ -187,5 +189,14 @@ def tuning(sizes: Sizes, device: torch.device, top: Ceiling) -> Rows:
         run = problem.kernel(problem.made.works, split, shape)
         ms = milliseconds(run, device, sizes.budget_s)
         gbs = problem.bytes(problem.made.copied) / ms / 1e6
-        name = "default" if shape is None else f"{shape.keys}x{shape.warps}w{shape.stages}s"
+        name = "default" if shape is None else f"{shape.warps}w{shape.stages}s"
         yield {"split": split, "shape": name, "ms": ms, "share": gbs / top.copy_gbs}
+
+
+def levels(sizes: Sizes, device: torch.device, top: Ceiling) -> Rows:
+    """What a launch that waits for the one before may cost, over trees: the planner's rule."""
+    heads = sizes.heads[len(sizes.heads) // 2]
+    for tree, cost in itertools.product(sizes.trees, sizes.costs):
+        problem = Problem(works_of(tree, PAGE), heads, sizes.dim, device)
+        ms = milliseconds(problem.kernel(problem.made.works, cost=cost), device, sizes.budget_s / 4)
+        yield {"tree": tree.name, "level_cost": cost, "ms": ms}

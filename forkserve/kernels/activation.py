@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from forkserve.kernels.jit import Case, ceil_div, jit, runs_kernels, tl
+from forkserve.kernels.jit import EXACT, Case, ceil_div, jit, runs_kernels, tl
 
 __all__ = ["gated"]
 
@@ -23,7 +23,7 @@ def gated(gate_up: torch.Tensor, act: str) -> torch.Tensor:
         return (gate * up).to(gate_up.dtype)
     out = torch.empty(n, width, dtype=gate_up.dtype, device=gate_up.device)
     gated_kernel[(n, ceil_div(width, _BLOCK))](
-        out, gate_up, width, BLOCK=_BLOCK, SILU=act == "silu"
+        out, gate_up, width, BLOCK=_BLOCK, SILU=act == "silu", **EXACT
     )
     return out
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from forkserve.kernels.jit import Case, jit, next_power, tl
+from forkserve.kernels.jit import EXACT, Case, jit, next_power, tl
 
-__all__ = ["merge", "merge_parts"]
+__all__ = ["BLOCK", "merge", "merge_parts"]
 
 _LOWEST = -1e30  # stands for -inf where the difference of two of them would be nan
-_BLOCK = 16  # parts read at a time
+BLOCK = 16  # parts read at a time: those of cells [16 * i, 16 * i + 16)
 
 
 def merge(
@@ -26,16 +26,32 @@ def merge(
 
 
 def merge_parts(
-    out: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, begins: torch.Tensor, parts: torch.Tensor
+    out: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    begins: torch.Tensor,
+    parts: torch.Tensor,
+    leads: torch.Tensor,
 ) -> None:
     """out [n, H, D]: row i becomes the merge of parts[begins[i] : begins[i + 1]], a Triton kernel.
 
     o [slots, H, D] and lse [slots, H] in float32, indexed by what `parts` holds (int32).  A row
-    without parts is left as it is.
+    without parts is left as it is.  leads [n] (int32): places left empty before a row's first part,
+    so that a part has its place by its position, and empty parts on either side change no bit.
     """
     n, heads, dim = out.shape
     merge_kernel[(n, heads)](
-        out, o, lse, begins, parts, heads, D=next_power(dim), HEAD_DIM=dim, BLOCK=_BLOCK
+        out,
+        o,
+        lse,
+        begins,
+        parts,
+        leads,
+        heads,
+        D=next_power(dim),
+        HEAD_DIM=dim,
+        BLOCK=BLOCK,
+        **EXACT,
     )
 
 
@@ -46,6 +62,7 @@ def merge_kernel(
     lse: tl.tensor,
     begins: tl.tensor,
     parts: tl.tensor,
+    leads: tl.tensor,
     heads: int,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -60,9 +77,10 @@ def merge_kernel(
     top = float("-inf")
     total = 0.0
     value = tl.zeros([D], tl.float32)
-    for low in range(0, count, BLOCK):
-        at = low + tl.arange(0, BLOCK)
-        there = at < count
+    lead = tl.load(leads + row)
+    for low in range(0, lead + count, BLOCK):
+        at = low + tl.arange(0, BLOCK) - lead
+        there = (at >= 0) & (at < count)
         slot = tl.load(parts + begin + at, mask=there, other=0).to(tl.int64) * heads + head
         part = tl.load(lse + slot, mask=there, other=float("-inf"))
         new = tl.maximum(top, tl.max(part, 0))
@@ -80,13 +98,20 @@ def merge_kernel(
     tl.store(where, value.to(out.dtype.element_ty), mask=dim < width)
 
 
-_TYPES = {"o": "*fp32", "lse": "*fp32", "begins": "*i32", "parts": "*i32", "heads": "i32"}
+_TYPES = {
+    "o": "*fp32",
+    "lse": "*fp32",
+    "begins": "*i32",
+    "parts": "*i32",
+    "leads": "*i32",
+    "heads": "i32",
+}
 CASES = {
     "merge_kernel": [
         Case(
             f"d{dim} {kind}",
             {"out": f"*{kind}", **_TYPES},
-            {"D": dim, "HEAD_DIM": dim, "BLOCK": _BLOCK},
+            {"D": dim, "HEAD_DIM": dim, "BLOCK": BLOCK},
         )
         for dim in (64, 128)
         for kind in ("bf16", "fp32")

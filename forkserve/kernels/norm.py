@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from forkserve.kernels.jit import Case, jit, next_power, runs_kernels, tl
+from forkserve.kernels.jit import EXACT, Case, jit, next_power, runs_kernels, tl
 
 __all__ = ["add_rms_norm"]
 
@@ -44,6 +44,7 @@ def add_rms_norm(
         ADD=delta is not None,
         NORM=delta_weight is not None,
         num_warps=_warps(block),
+        **EXACT,
     )
     return out
 

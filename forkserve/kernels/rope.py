@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from forkserve.kernels.jit import Case, jit, next_power, runs_kernels, tl
+from forkserve.kernels.jit import EXACT, Case, jit, next_power, runs_kernels, tl
 
 __all__ = ["apply_rope", "norm_rope", "rope_table"]
 
@@ -64,6 +64,7 @@ def norm_rope(
         BLOCK=next_power(dim // 2),
         NORM=weight is not None,
         num_warps=1,
+        **EXACT,
     )
     return out
 

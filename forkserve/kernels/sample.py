@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from forkserve.kernels.jit import Case, jit, next_power, runs_kernels, tl
+from forkserve.kernels.jit import EXACT, Case, jit, next_power, runs_kernels, tl
 
 __all__ = ["draw"]
 
@@ -39,6 +39,7 @@ def draw(
         vocab,
         BLOCK=min(_BLOCK, next_power(vocab)),
         num_warps=8,
+        **EXACT,
     )
     return tokens, log_p
 

@@ -1,20 +1,22 @@
 """Plans that live longer than a batch, and their tables on a device.
 
 While a tree doesn't change and every branch grows by a row a step, a plan stays as it is but for
-the last entry of each branch: `TilePlanner` then updates the tables in place, and plans anew only
-when the branches have used up their spare entries.
+one more key of each branch: `TilePlanner` then updates the tables in place, and plans anew only
+when the branches have used up their spare keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from forkserve.kernels.jit import next_power
-from forkserve.kernels.tiles import Longs, TilePlan, Tiling, draft_tiles
+from forkserve.kernels.pieces import Tiling
+from forkserve.kernels.tiles import Longs, TilePlan, draft_tiles
 from forkserve.types import Span, Work
 
 __all__ = ["Capacity", "DevicePlan", "TilePlanner"]
@@ -123,58 +125,56 @@ class TilePlanner:
 
 
 def _extend(plan: TilePlan, tiles: Longs, slots: Longs, tiling: Tiling) -> None:
-    """One more row for every branch: in the last entry of its tile, or in a new one.
+    """One more row for every branch: a key more in its tile.
 
-    tiles [branches, 2]: where each branch's rows go, and where they go from the next cut on.
+    tiles [branches, 2]: where each branch's rows go, and where they go from the next cell on.
     """
     plan.positions += 1
     plan.slots[:] = slots
-    within = slots % tiling.page_size
     cut = plan.positions % tiling.split == 0
     tiles[cut, 0] = tiles[cut, 1]
-    new = (within == 0) | cut
-    plan.tiles[tiles[new, 0], 1] += 1
-    last = plan.tiles[tiles[:, 0], 1] - 1
-    plan.bounds[last[~new]] += 1 << 16
-    begun = last[new]
-    plan.pages[begun] = slots[new] // tiling.page_size
-    plan.firsts[begun] = (plan.positions - within)[new]
-    plan.bounds[begun] = (within | (within + 1) << 16)[new]
+    grown = tiles[:, 0]
+    plan.keys[plan.tiles[grown, 0] + plan.tiles[grown, 2] - plan.tiles[grown, 1]] = slots
+    plan.tiles[grown, 2] += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How much fits into a device's tables: query rows, tiles of both kinds, parts, entries."""
+    """How much fits into a device's tables: query rows, tiles, results of a row in a tile, keys.
+
+    tiles: small and large ones of each level.  block: keys of a step, which must be equal.
+    """
 
     rows: int
-    small: int
-    large: int
-    parts: int
-    entries: int
+    tiles: tuple[tuple[int, int], ...]
+    results: int
+    keys: int
+    block: int
 
     @classmethod
     def of(cls, plan: TilePlan) -> Capacity:
         """Just enough."""
-        small = plan.small
-        large, parts = len(plan.tiles) - small, plan.rows.size
-        return cls(plan.positions.size, small, large, parts, plan.pages.size)
+        tiles = tuple((small, large) for small, large in plan.counts.tolist())
+        return cls(plan.positions.size, tiles, plan.rows.size, plan.keys.size, plan.block)
 
     @classmethod
     def rounded(cls, plan: TilePlan, rows: int) -> Capacity:
         """For graphs that are replayed with other plans: powers of two, for `rows` query rows."""
         own = cls.of(plan)
-        large = next_power(own.large) if own.large else 0
-        small = next_power(max(own.small, rows))
-        return cls(rows, small, large, next_power(own.parts), next_power(own.entries))
+        tiles = [[next_power(n) if n else 0 for n in level] for level in own.tiles]
+        tiles[0][0] = next_power(max(own.tiles[0][0], rows))
+        sizes = next_power(own.results), next_power(own.keys)
+        return cls(rows, tuple((small, large) for small, large in tiles), *sizes, own.block)
 
     def holds(self, other: Capacity) -> bool:
         """Whether what needs `other` fits."""
+        pairs = zip(itertools.chain(*self.tiles), itertools.chain(*other.tiles), strict=True)
         return (
-            self.rows >= other.rows
-            and self.small >= other.small
-            and self.large >= other.large
-            and self.parts >= other.parts
-            and self.entries >= other.entries
+            self.block == other.block
+            and self.rows >= other.rows
+            and self.results >= other.results
+            and self.keys >= other.keys
+            and all(mine >= theirs for mine, theirs in pairs)
         )
 
 
@@ -186,12 +186,11 @@ class DevicePlan:
 
     def __init__(self, capacity: Capacity, device: torch.device | str, dump: int) -> None:
         self.capacity = capacity
-        self.small, self.large = capacity.small, capacity.large
         self._dump = dump
-        n, tiles = capacity.rows, capacity.small + capacity.large
-        sizes = {"positions": 2 * n, "slots": 2 * n, "tiles": 5 * tiles, "rows": capacity.parts}
-        sizes |= dict.fromkeys(("pages", "firsts", "bounds"), capacity.entries)
-        sizes |= {"begins": n + 1, "parts": capacity.parts}
+        n, tiles = capacity.rows, sum(itertools.chain(*capacity.tiles))
+        sizes = {"positions": 2 * n, "slots": 2 * n, "tiles": 6 * tiles, "keys": capacity.keys}
+        sizes |= dict.fromkeys(("rows", "carried", "parts"), capacity.results)
+        sizes |= {"begins": n + 1, "leads": n}
         self._places: dict[str, slice] = {}
         end = 0
         for name, size in sizes.items():
@@ -205,10 +204,10 @@ class DevicePlan:
         self._turn = 0
         self.positions = self._table("positions").view(torch.int64)
         self.slots = self._table("slots").view(torch.int64)
-        self.tiles = self._table("tiles").view(-1, 5)
-        self.rows, self.pages = self._table("rows"), self._table("pages")
-        self.firsts, self.bounds = self._table("firsts"), self._table("bounds")
-        self.begins, self.parts = self._table("begins"), self._table("parts")
+        self.tiles = self._table("tiles").view(-1, 6)
+        self.keys, self.rows = self._table("keys"), self._table("rows")
+        self.carried, self.parts = self._table("carried"), self._table("parts")
+        self.begins, self.leads = self._table("begins"), self._table("leads")
 
     @classmethod
     def exact(cls, plan: TilePlan, device: torch.device | str) -> DevicePlan:
@@ -216,6 +215,15 @@ class DevicePlan:
         made = cls(Capacity.of(plan), device, 0)
         made.load(plan)
         return made
+
+    def launches(self) -> Iterator[tuple[int, bool, int, int]]:
+        """Level, whether tiles are large, first tile, how many: in the order they must run in."""
+        first = 0
+        for level, counts in enumerate(self.capacity.tiles):
+            for large, count in enumerate(counts):
+                if count:
+                    yield level, bool(large), first, count
+                first += count
 
     def load(self, plan: TilePlan) -> None:
         """Send the tables of `plan`, which must fit; does not wait for the device."""
@@ -230,11 +238,15 @@ class DevicePlan:
         positions, slots = host["positions"].view(np.int64), host["slots"].view(np.int64)
         positions[:n], positions[n:] = plan.positions, 0
         slots[:n], slots[n:] = plan.slots, self._dump
-        tiles = host["tiles"].reshape(-1, 5)
+        tiles = host["tiles"].reshape(-1, 6)
         tiles[:] = 0
-        tiles[: plan.small] = plan.tiles[: plan.small]
-        tiles[self.small : self.small + len(plan.tiles) - plan.small] = plan.tiles[plan.small :]
-        for name in ("rows", "pages", "firsts", "bounds", "parts"):
+        place = done = 0
+        for room, count in zip(
+            itertools.chain(*self.capacity.tiles), plan.counts.ravel().tolist(), strict=True
+        ):
+            tiles[place : place + count] = plan.tiles[done : done + count]
+            place, done = place + room, done + count
+        for name in ("keys", "rows", "carried", "parts", "leads"):
             values = getattr(plan, name)
             host[name][: values.size] = values
         host["begins"][: n + 1] = plan.begins

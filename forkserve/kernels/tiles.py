@@ -1,136 +1,80 @@
-"""Turn the forest of a batch into tiles for the attention kernel.
+"""Turn the pieces of a batch into tiles for the attention kernel.
 
-A node of the forest is the rows that one set of works sees.  Its keys are listed as page entries
-(page, position of its slot 0, valid slots), so a ragged or frozen tail is one entry with fewer
-slots.  A tile is up to a block of query rows over a run of entries::
+A tile is up to a block of query rows over the keys of one piece::
 
-    shared node    cut at multiples of SPLIT positions; each piece once per tile of all its rows
-    short node     folded into its children where that reads less than a part of its own costs
-    own rows       private context and fresh rows, cut at the same positions, causal by position
+    shared piece   once per tile of all its rows
+    own piece      of one work, fresh rows among them: causal by position
 
-A row with several tiles has a part in each; they are merged by log-sum-exp.  A row with one tile is
-written directly.
+A row has one part in each cell that it sees, and the parts are merged by log-sum-exp in ascending
+order; a row with one part is written directly.  `forkserve.kernels.pieces` says what a piece is,
+and why none of this shows in a row's bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from forkserve.kernels.forest import Part, Use, stretches
-from forkserve.kernels.jit import ceil_div, next_power
+from forkserve.kernels.forest import Part
+from forkserve.kernels.jit import ceil_div
+from forkserve.kernels.merge import BLOCK as MERGED
+from forkserve.kernels.pieces import LEVELS, Piece, Tiling, pieces_of
 from forkserve.types import Span, Work
 
-__all__ = [
-    "LARGE",
-    "SMALL",
-    "SPLIT",
-    "TilePlan",
-    "Tiling",
-    "block_rows",
-    "cheaper_folded",
-    "plan_tiles",
-]
+__all__ = ["DIRECT", "PART", "STATE", "TilePlan", "draft_tiles", "plan_tiles"]
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
-SMALL, LARGE = 16, 64  # lines (rows x stacked heads) of the two kinds of tile
-SPLIT = 512  # nodes are cut at multiples of this absolute position
-TILE_COST = 32  # reading this many keys takes as long as starting a tile
-SPARE = 4  # pages that a growing row may add before its plan is made anew
-
-
-def block_rows(group: int, lines: int) -> int:
-    """Lines of a tile's block: at least the stacked heads of one row."""
-    return max(lines, next_power(group))
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """What a plan depends on besides the works.  group: query heads of one KV head."""
-
-    page_size: int
-    group: int
-    window: int = 0
-    split: int = SPLIT
-
-    @property
-    def small_rows(self) -> int:
-        """Query rows of a small tile."""
-        return block_rows(self.group, SMALL) // self.group
-
-    @property
-    def large_rows(self) -> int:
-        """Query rows of a large tile."""
-        return block_rows(self.group, LARGE) // self.group
-
-    @property
-    def room(self) -> int:
-        """Rows that a decoding work may grow by before its plan is made anew."""
-        return min(SPARE * self.page_size, self.split)
-
-    def tiles(self, rows: int) -> int:
-        """How many tiles `rows` query rows make."""
-        return 1 if rows <= self.small_rows else ceil_div(rows, self.large_rows)
-
-
-def cheaper_folded(keys: int, rows: int, children: Sequence[int], tiling: Tiling) -> bool:
-    """Whether `keys` keys that `rows` rows share are better read again by each child.
-
-    children: query rows of each.  Costs are in keys of one KV head, 2*D elements each.  On its own
-    a node is read once per tile, starts its tiles, and writes and reads a float32 part of D
-    elements per line: two keys' worth of 16-bit elements.  Folded, each tile of a child reads it.
-    """
-    own = tiling.tiles(rows)
-    again = sum(map(tiling.tiles, children))
-    return keys * (again - own) <= TILE_COST * own + 2 * rows * tiling.group
+# What becomes of a tile's result: a part to be merged, the row's output, a state to go on from.
+PART, DIRECT, STATE = 0, 1, 2
 
 
 @dataclass(slots=True)
 class TilePlan:
-    """Tables of one batch.  n rows, T tiles (small ones first), E entries, S parts.
+    """Tables of one batch.  n rows, T tiles, K keys, S results of a row in a tile.
 
-    tiles [T, 5]: first and end entry, first row in `rows` (also its first part), rows, and 1 if the
-    result is written directly.  rows [S]: query rows, tile by tile.  pages, firsts, bounds [E]:
-    page, position of slot 0, valid slots low | high << 16.  begins [n+1], parts [S']: the parts of
-    a row.  positions, slots [n]: of the fresh rows.
+    tiles [T, 6]: its first place in `keys`, the position of that key, the one behind the last key,
+    its first place in `rows`, rows, and one of PART, DIRECT, STATE.  Level by level, in each the
+    small ones first; counts [LEVELS, 2]: how many of each.  keys [K]: KV rows.  rows [S]: query
+    rows, tile by tile.  carried [S]: the result whose state this one goes on from, or -1.
+    begins [n+1], parts [S']: the parts of a row, and leads [n]: the cell of the first of them
+    modulo the parts that are merged at a time.  positions, slots [n]: of the fresh rows.
+    block: keys of a step.
     """
 
     tiles: Ints
-    small: int
+    counts: Ints
+    keys: Ints
     rows: Ints
-    pages: Ints
-    firsts: Ints
-    bounds: Ints
+    carried: Ints
     begins: Ints
     parts: Ints
+    leads: Ints
     positions: Longs
     slots: Longs
+    block: int
 
     @property
     def keys_read(self) -> int:
-        """Valid KV rows read per KV head: what sharing saves shows here."""
-        sizes = (self.bounds >> 16) - (self.bounds & 0xFFFF)
-        ends = np.concatenate([[0], np.cumsum(sizes)])
-        return int((ends[self.tiles[:, 1]] - ends[self.tiles[:, 0]]).sum())
+        """KV rows read per KV head: what sharing saves shows here."""
+        return int((self.tiles[:, 2] - self.tiles[:, 1]).sum())
 
 
 @dataclass(slots=True)
-class Node:
-    """Rows that `users` see.  own: the one work that they and its fresh rows belong to."""
+class Tile:
+    """A tile while they are collected.  rows, carried: in the order of the draft."""
 
-    users: tuple[int, ...]
-    parts: list[Part]
-    own: int | None = None
-
-    @property
-    def keys(self) -> int:
-        """How many rows."""
-        return sum(high - low for _, low, high in self.parts)
+    run: int
+    low: int
+    end: int
+    rows: Longs
+    carried: Longs
+    level: int
+    state: bool
 
 
 @dataclass(slots=True)
@@ -138,8 +82,9 @@ class Draft:
     """Tiles while they are collected.  A run, parts[first:end], is one list of keys."""
 
     parts: list[Part] = field(default_factory=list)
-    runs: list[tuple[int, int, int]] = field(default_factory=list)  # first, end, spare entries
-    tiles: list[tuple[int, Longs, int]] = field(default_factory=list)  # run, rows, last position
+    runs: list[tuple[int, int, int]] = field(default_factory=list)  # first, end, spare keys
+    tiles: list[Tile] = field(default_factory=list)
+    results: int = 0  # of all tiles
 
 
 def plan_tiles(works: Sequence[Work], tiling: Tiling, scratch: int) -> TilePlan:
@@ -150,24 +95,36 @@ def plan_tiles(works: Sequence[Work], tiling: Tiling, scratch: int) -> TilePlan:
 def draft_tiles(works: Sequence[Work], tiling: Tiling, scratch: int) -> tuple[TilePlan, Longs]:
     """The plan, and [works, 2]: each work's tile that holds its last row, and the one to grow into.
 
-    The second is the first but for a single row close to a cut.
+    The second is the first but for a single row close to the end of a cell.
     """
     counts = [len(work.tokens) for work in works]
     starts = np.cumsum([0, *counts])
     fresh = _fresh(works, counts, tiling.page_size, scratch)
-    shared, own = _forest(works, counts, fresh, tiling)
-    draft = Draft()
     positions = np.concatenate(
         [np.arange(work.start, work.start + n) for work, n in zip(works, counts, strict=True)]
     )
-    for node in shared:
-        rows = np.concatenate([np.arange(starts[u], starts[u + 1]) for u in node.users])
-        _shared_tiles(draft, node.parts, rows, positions, tiling)
-    last = []
-    for index, node in enumerate(own):
-        last.append(_own_tiles(draft, node.parts, int(starts[index]), works[index], tiling))
+    draft = Draft()
+    carried = np.full(positions.size, -1)
+    tips: dict[int, int] = {}  # of each work, the tile of its last row
+    for piece in pieces_of(works, fresh, tiling):
+        rows = np.concatenate([np.arange(starts[u], starts[u + 1]) for u in piece.users])
+        spare = 0
+        if len(piece.users) == 1:
+            user = piece.users[0]
+            if counts[user] == 1 and piece.high == works[user].start + 1:
+                spare = min(tiling.room, -piece.high % tiling.split)
+            tips[user] = _add(draft, piece, rows, positions, carried, tiling, spare)
+        else:
+            _add(draft, piece, rows, positions, carried, tiling)
+    grows = [tips[user] for user in range(len(works))]
+    for user, work in enumerate(works):
+        ahead = tiling.split - 1 - work.start % tiling.split  # rows until the next cell
+        if counts[user] == 1 and ahead < tiling.room:
+            empty = Piece((user,), [], work.start + 1 + ahead, work.start + 1 + ahead)
+            draft.runs.append((len(draft.parts), len(draft.parts), tiling.room))
+            grows[user] = _tile(draft, empty, starts[user : user + 1], -1, empty.low)
     plan, place = _tables(draft, positions, _slots(fresh, tiling.page_size), tiling)
-    return plan, place[np.array(last)]
+    return plan, place[np.array([[tips[user], grow] for user, grow in enumerate(grows)])]
 
 
 def _fresh(works: Sequence[Work], counts: list[int], size: int, scratch: int) -> list[Span]:
@@ -196,205 +153,138 @@ def _slots(spans: Sequence[Span], size: int) -> Longs:
     return np.concatenate(found).astype(np.int64)
 
 
-# -- the forest ------------------------------------------------------------------------------------
-
-
-def _forest(
-    works: Sequence[Work], counts: list[int], fresh: list[Span], tiling: Tiling
-) -> tuple[list[Node], list[Node]]:
-    """Shared nodes that are worth tiles of their own, and every work's own node."""
-    users: dict[Hashable, list[Use]] = {}
-    for index, work in enumerate(works):
-        lowest = max(work.start - tiling.window + 1, 0) if tiling.window else 0
-        for span in work.context:
-            low = max(lowest - span.start, 0)
-            if low < span.length:
-                users.setdefault(span.key, []).append(Use(index, span, low, span.length))
-    own = [Node((index,), [], index) for index in range(len(works))]
-    shared: list[Node] = []
-    for indices, parts in stretches(users).items():
-        if len(indices) == 1:
-            own[indices[0]].parts += parts
-        else:
-            shared.append(Node(indices, list(parts)))
-    shared.sort(key=_position)
-    kept = _fold(shared, own, counts, tiling)
-    for node, span in zip(own, fresh, strict=True):
-        node.parts.sort(key=_start)
-        node.parts.append((span, 0, span.length))
-    return kept, own
-
-
-def _fold(shared: list[Node], own: list[Node], counts: list[int], tiling: Tiling) -> list[Node]:
-    """Move short nodes into what comes next on the paths of their users, from the root down."""
-    path: list[list[Node]] = [[node] for node in own]  # of each work, its leaf first
-    for node in reversed(shared):
-        for user in node.users:
-            path[user].append(node)
-    kept = []
-    for node in shared:
-        members = set(node.users)
-        children: dict[int, Node] = {}
-        for user in node.users:
-            path[user].pop()
-            below = path[user][-1]
-            if not members.issuperset(below.users):  # seen by others too: it can't take this in
-                below = own[user]
-            children[id(below)] = below
-        sizes = [sum(counts[user] for user in child.users) for child in children.values()]
-        rows = sum(counts[user] for user in node.users)
-        if cheaper_folded(node.keys, rows, sizes, tiling):
-            for child in children.values():
-                child.parts[:0] = node.parts
-        else:
-            kept.append(node)
-    return kept
-
-
-def _start(part: Part) -> int:
-    return part[0].start + part[1]
-
-
-def _position(node: Node) -> int:
-    return _start(node.parts[0])
-
-
 # -- tiles -----------------------------------------------------------------------------------------
 
 
-def _cut(parts: list[Part], split: int) -> list[list[Part]]:
-    """`parts`, in ascending position, cut at multiples of `split`."""
-    pieces: list[list[Part]] = []
-    cell = -1
-    for span, low, high in parts:
-        while low < high:
-            at = span.start + low
-            end = min(high, low + split - at % split)
-            if at // split != cell:
-                cell = at // split
-                pieces.append([])
-            pieces[-1].append((span, low, end))
-            low = end
-    return pieces
+def _add(
+    draft: Draft,
+    piece: Piece,
+    rows: Longs,
+    positions: Longs,
+    carried: Longs,
+    tiling: Tiling,
+    spare: int = 0,
+) -> int:
+    """A tile for every block of the piece's rows that sees any of it; the last of them.
 
-
-def _add_run(draft: Draft, parts: list[Part], spare: int = 0) -> int:
-    first = len(draft.parts)
-    draft.parts += parts
-    draft.runs.append((first, len(draft.parts), spare))
-    return len(draft.runs) - 1
-
-
-def _shared_tiles(
-    draft: Draft, parts: list[Part], rows: Longs, positions: Longs, tiling: Tiling
-) -> None:
-    """Every piece once per tile of all the rows."""
-    step = tiling.large_rows if rows.size > tiling.small_rows else tiling.small_rows
-    for piece in _cut(parts, tiling.split):
-        run = _add_run(draft, piece)
-        for low in range(0, rows.size, step):
-            draft.tiles.append((run, rows[low : low + step], -1))
-
-
-def _own_tiles(
-    draft: Draft, parts: list[Part], first: int, work: Work, tiling: Tiling
-) -> tuple[int, int]:
-    """The work's own keys; a tile sees those up to its last row.
-
-    A single row that is about to grow over a cut also gets the tile behind it, still empty.
-    Returns the tile of the last row, and that one.
+    carried: of each row the state to go on from; a piece with others behind it leaves its own.
     """
-    n = len(work.tokens)
-    step = tiling.large_rows if n > tiling.small_rows else tiling.small_rows
-    pieces = _cut(parts, tiling.split)
-    for piece in pieces:
-        grows = n == 1 and piece is pieces[-1]
-        run = _add_run(draft, piece, SPARE if grows else 0)
-        begin = _start(piece[0])
-        end = piece[-1][0].start + piece[-1][2]
-        for low in range(0, n, step):
-            size = min(step, n - low)
-            last = work.start + low + size - 1
-            hidden = tiling.window and end <= work.start + low - tiling.window + 1
-            if begin <= last and not hidden:
-                rows = np.arange(first + low, first + low + size)
-                draft.tiles.append((run, rows, -1 if last >= end - 1 else last))
-    last_tile = len(draft.tiles) - 1
-    ahead = tiling.split - 1 - work.start % tiling.split  # rows until the next cut
-    if n == 1 and ahead < tiling.room:
-        run = _add_run(draft, [], SPARE + 1)
-        draft.tiles.append((run, np.array([first]), -1))
-    return last_tile, len(draft.tiles) - 1
+    first = len(draft.parts)
+    draft.parts += piece.parts
+    draft.runs.append((first, len(draft.parts), spare))
+    step = tiling.large_rows if rows.size > tiling.small_rows else tiling.small_rows
+    for low in range(0, rows.size, step):
+        some = rows[low : low + step]
+        at = positions[some]
+        end = min(piece.high, int(at.max()) + 1)
+        hidden = tiling.window and piece.high <= int(at.min()) - tiling.window + 1
+        if end <= piece.low or hidden:
+            carried[some] = -1
+            continue
+        before = draft.results
+        _tile(draft, piece, some, carried[some] if piece.before else -1, end)
+        if piece.behind:
+            carried[some] = np.arange(before, draft.results)
+    return len(draft.tiles) - 1
+
+
+def _tile(draft: Draft, piece: Piece, rows: Longs, carried: Longs | int, end: int) -> int:
+    """One tile over the last run."""
+    draft.results += rows.size
+    states = np.broadcast_to(carried, rows.shape)
+    run, state = len(draft.runs) - 1, bool(piece.behind)
+    draft.tiles.append(Tile(run, piece.low, end, rows, states, piece.level, state))
+    return len(draft.tiles) - 1
 
 
 def _tables(draft: Draft, positions: Longs, slots: Longs, tiling: Tiling) -> tuple[TilePlan, Longs]:
     """The draft as arrays, and where each of its tiles went."""
-    pages, firsts, bounds, begins, ends = _entries(draft, tiling.page_size)
-    runs = np.array([run for run, _, _ in draft.tiles])
-    sizes = np.array([rows.size for _, rows, _ in draft.tiles])
-    tiles = np.empty((runs.size, 5), np.int32)
-    tiles[:, 0], tiles[:, 1], tiles[:, 3] = begins[runs], ends[runs], sizes
-    for index, (_, _, last) in enumerate(draft.tiles):
-        if last >= 0:  # causal: entries that begin behind the tile's last row are left out
-            low, high = tiles[index, :2]
-            seen = firsts[low:high] + (bounds[low:high] & 0xFFFF) <= last
-            tiles[index, 1] = low + np.count_nonzero(seen)
-    # Small tiles first; within a kind the longest first, so that none is left to run alone.
+    keys, begins = _keys(draft, tiling.page_size)
+    made = draft.tiles
+    sizes = np.array([tile.rows.size for tile in made])
+    levels = np.array([tile.level for tile in made])
+    states = np.array([tile.state for tile in made])
+    tiles = np.empty((len(made), 6), np.int32)
+    tiles[:, 0] = begins[[tile.run for tile in made]]
+    tiles[:, 1] = [tile.low for tile in made]
+    tiles[:, 2] = [tile.end for tile in made]
+    tiles[:, 4] = sizes
+    # Level by level; in each small tiles first, the longest of a kind before the others.
     large = sizes > tiling.small_rows
-    order = np.lexsort((tiles[:, 0] - tiles[:, 1], large))
+    order = np.lexsort((tiles[:, 1] - tiles[:, 2], large, levels))
     place = np.empty_like(order)
     place[order] = np.arange(order.size)
-    tiles = tiles[order]
-    rows = np.concatenate([draft.tiles[i][1] for i in order])
-    tiles[:, 2] = np.cumsum(tiles[:, 3]) - tiles[:, 3]
-    seen_by = np.bincount(rows, minlength=positions.size)
-    tiles[:, 4] = np.maximum.reduceat(seen_by[rows], tiles[:, 2]) == 1
-    # Parts of a row in the order in which its tiles were drafted: root first.
-    drafted = np.repeat(order, tiles[:, 3])
-    parts = np.lexsort((drafted, rows))
-    parts = parts[np.repeat(tiles[:, 4] == 0, tiles[:, 3])[parts]]
-    merged = np.bincount(rows[parts], minlength=positions.size)
+    tiles, sizes, states = tiles[order], sizes[order], states[order]
+    ends = np.cumsum(sizes)
+    tiles[:, 3] = ends - sizes
+    moved = _moved(np.array([tile.rows.size for tile in made]), tiles[place, 3])
+    rows = np.concatenate([made[i].rows for i in order])
+    carried = np.concatenate([made[i].carried for i in order])
+    carried = np.where(carried >= 0, moved[carried], -1)
+    # The parts of a row, cell by cell: of the cells that it sees, and of the one it grows into.
+    low, end = np.repeat(tiles[:, 1], sizes), np.repeat(tiles[:, 2], sizes)
+    cells = low // tiling.split
+    at = positions[rows]
+    sees = (at >= low) | (low == end)
+    if tiling.window:
+        sees &= at - tiling.window + 1 < (cells + 1) * tiling.split
+    final = sees & ~np.repeat(states, sizes)
+    seen_by = np.bincount(rows[final], minlength=positions.size)
+    alone = np.minimum.reduceat(final & (seen_by[rows] == 1), tiles[:, 3])
+    tiles[:, 5] = np.where(states, STATE, np.where(alone, DIRECT, PART))
+    merged = final & np.repeat(tiles[:, 5] == PART, sizes)
+    parts = np.lexsort((cells, rows))
+    parts = parts[merged[parts]]
+    numbers = np.bincount(rows[parts], minlength=positions.size)
+    row_begins = np.concatenate([[0], np.cumsum(numbers)])
+    leads = np.zeros(positions.size, np.int32)
+    there = numbers > 0
+    leads[there] = cells[parts[row_begins[:-1][there]]] % MERGED
     plan = TilePlan(
         tiles=tiles,
-        small=int(np.count_nonzero(~large)),
+        counts=np.array(
+            [
+                [np.count_nonzero((levels == level) & (large == kind)) for kind in (False, True)]
+                for level in range(LEVELS)
+            ],
+            np.int32,
+        ),
+        keys=keys,
         rows=rows.astype(np.int32),
-        pages=pages,
-        firsts=firsts,
-        bounds=bounds,
-        begins=np.concatenate([[0], np.cumsum(merged)]).astype(np.int32),
+        carried=carried.astype(np.int32),
+        begins=row_begins.astype(np.int32),
         parts=parts.astype(np.int32),
+        leads=leads,
         positions=positions.astype(np.int64),
         slots=slots,
+        block=tiling.block,
     )
     return plan, place
 
 
-def _entries(draft: Draft, size: int) -> tuple[Ints, Ints, Ints, Longs, Longs]:
-    """Page entries of all runs, and the first and end entry of each run (spare ones excluded)."""
-    starts = np.array([span.start for span, _, _ in draft.parts])
-    offsets = np.array([span.offset for span, _, _ in draft.parts])
-    lows = offsets + np.array([low for _, low, _ in draft.parts])
-    highs = offsets + np.array([high for _, _, high in draft.parts])
-    first, end = lows // size, -(-highs // size)
-    counts = end - first
+def _moved(sizes: Longs, firsts: Ints) -> Longs:
+    """Where each result of the draft went.  firsts: of each of its tiles, the first result now."""
+    before = np.cumsum(sizes) - sizes
+    return np.repeat(firsts - before, sizes) + np.arange(sizes.sum())
+
+
+def _keys(draft: Draft, size: int) -> tuple[Ints, Longs]:
+    """KV rows of all runs, spare ones behind each, and where each run begins."""
+    starts = np.array([span.offset + low for span, low, _ in draft.parts])
+    ends = np.array([span.offset + high for span, _, high in draft.parts])
+    first, last = starts // size, -(-ends // size)
     flat: list[int] = []
-    for (span, _, _), a, b in zip(draft.parts, first.tolist(), end.tolist(), strict=True):
+    for (span, _, _), a, b in zip(draft.parts, first.tolist(), last.tolist(), strict=True):
         flat += span.pages[a:b]
-    # Where the entries of each part go: run by run, spare ones behind each run.
+    pages = last - first
+    shift = np.cumsum(pages) - pages - first  # from a page of the span to its place in `flat`
+    counts = ends - starts
     sums = np.concatenate([[0], np.cumsum(counts)])
+    slot = np.arange(sums[-1]) + np.repeat(starts - sums[:-1], counts)
+    rows = np.array(flat, np.int64)[np.repeat(shift, counts) + slot // size] * size + slot % size
     runs = np.array(draft.runs).T  # first part, end part, spare
     sizes = sums[runs[1]] - sums[runs[0]]
     begins = np.cumsum(sizes + runs[2]) - sizes - runs[2]
-    places = sums[:-1] + np.repeat(begins - sums[runs[0]], runs[1] - runs[0])
-    before, total = sums[:-1], int(sizes.sum() + runs[2].sum())
-    index = np.arange(counts.sum()) - np.repeat(before, counts)  # within its part
-    number = np.repeat(first, counts) + index  # page of the span
-    base = number * size
-    at = np.repeat(places, counts) + index
-    pages, firsts, bounds = (np.zeros(total, np.int32) for _ in range(3))
-    pages[at] = flat
-    firsts[at] = np.repeat(starts - offsets, counts) + base
-    low = np.maximum(np.repeat(lows, counts) - base, 0)
-    high = np.minimum(np.repeat(highs, counts) - base, size)
-    bounds[at] = low | high << 16
-    return pages, firsts, bounds, begins, begins + sizes
+    keys = np.zeros(int(sizes.sum() + runs[2].sum()), np.int32)
+    keys[np.arange(sums[-1]) + np.repeat(begins - sums[runs[0]], sizes)] = rows
+    return keys, begins

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from forkserve.kernels.jit import Case, jit, next_power, runs_kernels, tl
+from forkserve.kernels.jit import EXACT, Case, jit, next_power, runs_kernels, tl
 from forkserve.kernels.quant import FORMATS, KVRows, coded, quantize
 from forkserve.kernels.rope import apply_rope, rotated
 
@@ -91,6 +91,7 @@ def rotate_write_kv(
         TOP=top,
         GUARD=guard is not None,
         num_warps=1,
+        **EXACT,
     )
 
 

@@ -22,7 +22,9 @@ import sys
 from pathlib import Path
 import benchmarks.gpu.__main__ as program
 from benchmarks.gpu.attention import Sizes
+from benchmarks.gpu.products import Products
 from benchmarks.gpu.shapes import Tree
+from forkserve.kernels.linear import LinearShape
 from forkserve.kernels.tile_attention import TileShape
 
 program.probe = lambda: {"device": "Fake GPU 9000", "torch_device": "cpu", "driver": "1.2"}
@@ -33,7 +35,12 @@ sizes = Sizes(
     dim=16,
     splits=(32,),
     tuned=(1, 40),
-    shapes=(TileShape(32, 4, 2),),
+    shapes=(TileShape(4, 2),),
+    costs=(0, 4096),
+    products=Products(
+        weights=((40, 32), (64, 32)), rows=(1, 70), kinds=("bfloat16", "int8"), tuned=(40, 32),
+        shapes=(LinearShape(16, 32, 4, 2),), budget_s=0.0,
+    ),
     budget_s=0.0,
 )
 status = program.main(
@@ -88,7 +95,21 @@ def test_the_whole_of_it_on_a_fake_gpu(tmp_path: Path) -> None:
     for row in result["trees"]:
         assert row["over_flat"] == row["flat_ms"] / row["ms"]
         assert row["bound"] in ("memory", "products")
-    assert [r["shape"] for r in result["tuning"]] == ["default", "32x4w2s"]
+    assert [r["shape"] for r in result["tuning"]] == ["default", "4w2s"]
+    made = [(r["outputs"], r["rows"], r["weights"]) for r in result["products"]]
+    assert made == [
+        (40, 1, "bfloat16"),
+        (40, 1, "int8"),
+        (40, 70, "bfloat16"),
+        (64, 1, "bfloat16"),
+        (64, 1, "int8"),
+    ]
+    for row in result["products"]:
+        assert row["over_torch"] == row["torch_bf16_ms"] / row["ms"]
+        assert row["share"] > 0
+        assert row["copy_gb_s"] == result["ceiling"]["copy_gb_s"]
+    assert [r["shape"] for r in result["shapes"]] == ["default", "16x32 4w2s"] * 2
+    assert [r["level_cost"] for r in result["levels"]] == [0, 4096] * 2
     assert result["left_out"] == []
     assert "kept in" in done.stdout
 
@@ -107,8 +128,11 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_failing_kernel_tests_fail_the_command(program: Any, tmp_path: Path) -> None:
     from benchmarks.gpu.attention import Sizes
+    from benchmarks.gpu.products import Products
 
-    nothing = Sizes(paged=(), trees=(), splits=(), tuned=(1, 1), dim=2)
+    nothing = Sizes(
+        paged=(), trees=(), splits=(), tuned=(1, 1), dim=2, products=Products(rows=(), tuned=(2, 2))
+    )
     assert program.main(sizes=nothing, scale=1e-6, results=tmp_path) == 1
     assert json.loads((tmp_path / "fake.json").read_text())["tests"]["summary"] == "1 failed"
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from forkserve.engine.local import LocalBackend
 from forkserve.engine.local.gpu import device as module
-from forkserve.engine.local.gpu.device import find_device, record
+from forkserve.engine.local.gpu.device import Recorder, find_device
 from forkserve.errors import ConfigError
 from forkserve.kernels import jit
 
@@ -85,10 +89,129 @@ def test_eight_bit_rows_need_a_gpu(checkpoint: Checkpoints) -> None:
 def test_where_nothing_can_be_recorded_the_pass_runs_again() -> None:
     ran: list[int] = []
     device = module.Device(torch.device("cpu"), "interpreter", False)
-    graph = record(device, lambda: ran.append(1))
+    graph = Recorder(device).record(lambda: ran.append(1))
     assert len(ran) == 1
     graph.replay()
     assert len(ran) == 2
+
+
+class Stream:
+    """A stream of a fake GPU, which says what it is made to wait for."""
+
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.cuda.log.append(f"{self.name} waits for {other.name}")
+
+
+class Graph:
+    """A recorded graph; pools count their graphs as torch's allocator does."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda, self.pool = cuda, 0
+
+    def __del__(self) -> None:
+        if self.pool:
+            self.cuda.pools[self.pool] -= 1
+
+
+class Cuda:
+    """What of torch.cuda recording uses, on a GPU that is not there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.pools: dict[int, int] = {}  # graphs alive in each
+        self.default = self.current = Stream(self, "default")
+        streams = 0
+
+        def new_stream(device: torch.device) -> Stream:
+            nonlocal streams
+            streams += 1
+            return Stream(self, f"side of {device.index}" + (f" {streams}" if streams > 1 else ""))
+
+        def handle() -> int:
+            self.pools[len(self.pools) + 1] = 0
+            return len(self.pools)
+
+        for name, value in {
+            "Stream": new_stream,
+            "current_stream": lambda _: self.current,
+            "stream": self.on,
+            "graph_pool_handle": handle,
+            "CUDAGraph": lambda: Graph(self),
+            "graph": self.capture,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        self.current = stream
+        yield
+        self.current = self.default
+
+    @contextlib.contextmanager
+    def capture(
+        self, graph: Graph, *, pool: int, stream: Stream, capture_error_mode: str
+    ) -> Iterator[None]:
+        # torch fails on a pool that its last graph has left.
+        assert self.pools[pool] > 0 or graph.cuda.log.count(f"pool {pool}") == 0
+        self.log.append(f"pool {pool}")
+        graph.pool = pool
+        self.pools[pool] += 1
+        self.log.append(f"capture on {stream.name}, {capture_error_mode}")
+        with self.on(stream):
+            yield
+        self.log.append("captured")
+
+
+def test_a_pass_runs_once_before_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream of the right device that waits for what came before, and is waited for."""
+    cuda = Cuda(monkeypatch)
+    recorder = Recorder(module.Device(torch.device("cuda", 1), "Fake", True))
+    recorder.record(lambda: cuda.log.append(f"run on {cuda.current.name}"))
+    assert cuda.log == [
+        "side of 1 waits for default",
+        "run on side of 1",
+        "default waits for side of 1",
+        "pool 1",
+        "capture on side of 1, thread_local",
+        "run on side of 1",
+        "captured",
+    ]
+
+
+def test_graphs_share_their_scratch_memory_while_one_is_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda(monkeypatch)
+    recorder = Recorder(module.Device(torch.device("cuda", 0), "Fake", True))
+    first, second = (recorder.record(lambda: None) for _ in range(2))
+    assert cuda.pools == {1: 2}
+    del first
+    third = recorder.record(lambda: None)
+    assert cuda.pools == {1: 2}
+    del second, third
+    fourth = recorder.record(lambda: None)
+    assert fourth is not None
+    assert cuda.pools == {1: 0, 2: 1}, "the old pool went with its last graph"
+
+
+def test_a_capture_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    recorder = Recorder(module.Device(torch.device("cuda", 0), "Fake", True))
+
+    def run() -> None:
+        if cuda.current is not cuda.default and "pool 1" in cuda.log and len(cuda.pools) == 1:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        recorder.record(run)
+    cuda.current = cuda.default
+    gc.collect()
+    kept = recorder.record(run)
+    assert kept is not None
+    assert cuda.pools == {1: 0, 2: 1}
 
 
 def test_a_cpu_engine_imports_no_gpu_part() -> None:

@@ -222,19 +222,10 @@ def test_memory_follows_live_pages() -> None:
 
     The native layout is the same but for the order inside a page.
     """
-    from forkserve.engine.local.kv import PagedKV
+    from forkserve.engine.local.kv import KVSize, PagedKV
 
     before = resident_bytes()
-    kv = PagedKV(
-        layers=4,
-        kv_heads=2,
-        head_dim=64,
-        page_size=16,
-        capacity_pages=1 << 20,
-        scratch_rows=64,
-        dtype=torch.float32,
-        spare_bytes=0,
-    )
+    kv = PagedKV(KVSize(4, 2, 64, 16, 1 << 20, 64, torch.float32), spare_bytes=0)
     assert kv.rows.nbytes > 60e9
     assert resident_bytes() - before < 20e6
     rows = 512 * 16

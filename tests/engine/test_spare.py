@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from forkserve.engine.local.kv import PagedKV
+from forkserve.engine.local.kv import KVSize, PagedKV
 from forkserve.engine.local.spare import Spare
 from forkserve.types import Span
 
@@ -17,16 +17,8 @@ PAGE = 16
 
 def pool(spare_pages: int, capacity: int = 4096) -> PagedKV:
     bytes_ = 2 * 2 * 2 * 64 * 4 * PAGE
-    return PagedKV(
-        layers=2,
-        kv_heads=2,
-        head_dim=64,
-        page_size=PAGE,
-        capacity_pages=capacity,
-        scratch_rows=PAGE,
-        dtype=torch.float32,
-        spare_bytes=spare_pages * bytes_,
-    )
+    size = KVSize(2, 2, 64, PAGE, capacity, PAGE, torch.float32)
+    return PagedKV(size, spare_bytes=spare_pages * bytes_)
 
 
 def test_the_oldest_go_first_and_what_is_used_again_stays() -> None:

@@ -53,8 +53,9 @@ def test_every_kernel_names_its_configurations() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_without_spills(name: str, target: str) -> None:
     (kernel,) = [k for k in kernels() if k.name == name]
-    cases = [c for c in kernel.cases if target in (c.targets or TARGETS) and c.main]
-    chosen = [case for case in cases if case.name in ("d128 g8 bf16 small",)] or cases[-1:]
+    cases = [c for c in kernel.cases if target in (c.targets or TARGETS)]
+    tight = ("d128 g8 bf16 small", "d128 g8 fp32 large", "2048x4096 bf16", "2048x4096 i8")
+    chosen = [case for case in cases if case.name in tight] or cases[-1:]
     for case in chosen:
         built = build(kernel, case, target)
         assert built.fault == ""
@@ -77,19 +78,46 @@ def test_fp8_keeps_small_numbers(name: str, target: str) -> None:
         assert re.search(r"float_denorm_mode_32 3\b", asm)
 
 
+PRODUCTS = ("attend_kernel", "linear_kernel")
+# What adds products up, by target and by the bits of a number.
+ADDING = re.compile(r"\b(mma\.sync\.\S+|wgmma\.mma_async\S*|v_mfma_\w+)")
+ONE = {
+    "sm_80": {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"},
+    "sm_90": {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"},
+    "gfx942": {"v_mfma_f32_16x16x16_bf16"},
+}
+
+
 @needs_triton
-def test_attention_is_pipelined_on_tensor_cores() -> None:
-    """Loads that overlap the products, and matrix instructions: what its speed rests on."""
-    (kernel,) = [k for k in kernels() if k.name == "attend_kernel"]
-    by_name = {(case.name, target): case for case in kernel.cases for target in case.targets}
-    for size in ("small", "large"):
-        name = f"d128 g8 bf16 {size}"
-        built = build(kernel, by_name[name, "sm_90"], "sm_90")
-        assert "cp.async" in built.asm
-        assert built.shared >= 48 * 1024, "K and V of several steps on their way"
-        matrix = "wgmma.mma_async" if size == "large" else "mma.sync"
-        assert matrix in built.asm
-        assert "v_mfma" in build(kernel, by_name[name, "gfx942"], "gfx942").asm
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_shape_of_a_tile_adds_up_with_one_instruction(name: str, target: str) -> None:
+    """On it rests that a row's bits do not depend on the shape that its batch chose."""
+    (kernel,) = [k for k in kernels() if k.name == name]
+    shapes = {}  # one case of each shape: compiling takes seconds
+    for case in kernel.cases:
+        if "bf16" in case.name and (not case.targets or target in case.targets):
+            shapes.setdefault((case.constants["BLOCK_M"], case.warps), case)
+    assert len(shapes) >= 2
+    for case in shapes.values():
+        asm = build(kernel, case, target).asm
+        assert set(ADDING.findall(asm)) == ONE[target], case.name
+
+
+@needs_triton
+def test_products_are_pipelined_on_tensor_cores() -> None:
+    """Loads that overlap the products: what their speed rests on."""
+    wanted = {
+        "attend_kernel": ("d128 g8 bf16 small", 48),
+        "linear_kernel": ("16x4096 bf16", 40),
+    }
+    for kernel in kernels():
+        if kernel.name in wanted:
+            name, kilobytes = wanted[kernel.name]
+            (case,) = [c for c in kernel.cases if c.name == name and "sm_90" in c.targets]
+            built = build(kernel, case, "sm_90")
+            assert "cp.async" in built.asm
+            assert built.shared >= kilobytes * 1024, "several steps on their way"
 
 
 @needs_triton

@@ -19,6 +19,8 @@ import mmap
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,7 +30,11 @@ from forkserve.errors import ConfigError
 from forkserve.kernels.copy_rows import copy_rows
 from forkserve.types import RowCopy, Span
 
-__all__ = ["PagedKV", "runs_of"]
+if TYPE_CHECKING:
+    from forkserve.engine.local.runner import Setup
+    from forkserve.engine.local.spec import ModelSpec
+
+__all__ = ["KVSize", "PagedKV", "runs_of"]
 
 # Linux value; the mmap module names it only from Python 3.13 on.  Address space is not a promise
 # of memory: an untouched pool costs nothing, and is refused only if it cannot be addressed.
@@ -37,37 +43,56 @@ _RELEASE_PAGES = 64  # freed runs at least this long go back to the operating sy
 _SPARE_BYTES = 256 << 20  # that freed pages may keep
 
 
+@dataclass(frozen=True, slots=True)
+class KVSize:
+    """What KV memory is made for.  scratch_rows: of works that may not write, behind the pool.
+
+    dtype: of the rows, before any coding in 8 bits.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    capacity_pages: int
+    scratch_rows: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, spec: ModelSpec, setup: Setup, dtype: torch.dtype) -> KVSize:
+        """Of a model and how it is run; scratch rows are whole pages."""
+        page = setup.page_size
+        scratch = -(-setup.scratch_rows // page) * page
+        heads, dim = spec.kv_heads, spec.head_dim
+        return cls(spec.layers, heads, dim, page, setup.capacity_pages, scratch, dtype)
+
+    @property
+    def capacity_rows(self) -> int:
+        """Rows of the pool."""
+        return self.capacity_pages * self.page_size
+
+
 class PagedKV:
     """K (rotated) and V of every layer.  `layers[i]` is [2*Hk, rows, D], K heads first."""
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        capacity_pages: int,
-        scratch_rows: int,
-        dtype: torch.dtype,
-        spare_bytes: int = _SPARE_BYTES,
-    ) -> None:
-        self.page_size = page_size
-        self.capacity_rows = capacity_pages * page_size
-        self.scratch_rows = scratch_rows
-        rows = self.capacity_rows + scratch_rows
-        self._shape = (layers, 2 * kv_heads, rows, head_dim)
-        self.dtype = dtype
-        self._row_bytes = head_dim * dtype.itemsize
-        nbytes = math.prod(self._shape) * dtype.itemsize
-        area = _reserve(nbytes, capacity_pages, page_size, dtype)
+    def __init__(self, size: KVSize, *, spare_bytes: int = _SPARE_BYTES) -> None:
+        """spare_bytes: that freed pages may keep.
+
+        Raises `ConfigError` if the memory cannot be addressed.
+        """
+        self.page_size, self.dtype = size.page_size, size.dtype
+        self.capacity_rows, self.scratch_rows = size.capacity_rows, size.scratch_rows
+        rows = self.capacity_rows + self.scratch_rows
+        self._shape = (size.layers, 2 * size.kv_heads, rows, size.head_dim)
+        self._row_bytes = size.head_dim * self.dtype.itemsize
+        area = _reserve(math.prod(self._shape) * self.dtype.itemsize, size)
         self._map: mmap.mmap | None = area
-        self.rows = torch.frombuffer(area, dtype=dtype).view(self._shape)
+        self.rows = torch.frombuffer(area, dtype=self.dtype).view(self._shape)
         self.layers: list[torch.Tensor] = list(self.rows.unbind(0))
         # The same memory as plain words, since numpy knows no bfloat16.
-        self._word = np.dtype(f"u{dtype.itemsize}")
+        self._word = np.dtype(f"u{self.dtype.itemsize}")
         self._words = np.frombuffer(area, self._word).reshape(self._shape)
-        self._spare = Spare(spare_bytes // (self.bytes_per_token * page_size))
+        self._spare = Spare(spare_bytes // (self.bytes_per_token * self.page_size))
         self._lock = threading.Lock()  # of what is spare: pages are freed beside a pass
 
     @property
@@ -178,7 +203,7 @@ def runs_of(span: Span, size: int) -> Iterator[tuple[int, int]]:
         done += rows
 
 
-def _reserve(nbytes: int, pages: int, page_size: int, dtype: torch.dtype) -> mmap.mmap:
+def _reserve(nbytes: int, size: KVSize) -> mmap.mmap:
     """Address space for the pool, without memory behind it until a row is written."""
     try:
         if sys.platform == "win32":
@@ -187,8 +212,9 @@ def _reserve(nbytes: int, pages: int, page_size: int, dtype: torch.dtype) -> mma
         area = mmap.mmap(-1, nbytes, flags=flags)
     except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(
-            f"a KV pool of {pages} pages of {page_size} tokens in {dtype} needs {nbytes / 1e9:.1f} "
-            "GB, more than this machine can address; lower capacity_pages"
+            f"a KV pool of {size.capacity_pages} pages of {size.page_size} tokens in {size.dtype} "
+            f"needs {nbytes / 1e9:.1f} GB, more than this machine can address; "
+            "lower capacity_pages"
         ) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # huge pages would make one live page cost 2 MB a head
         with contextlib.suppress(OSError):  # a kernel without huge pages

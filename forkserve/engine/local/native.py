@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from forkserve.engine.local.checkpoint import Checkpoint
-from forkserve.engine.local.kv import PagedKV, runs_of
+from forkserve.engine.local.kv import KVSize, PagedKV, runs_of
 from forkserve.engine.local.rotary import Rope, Turns
 from forkserve.engine.local.runner import Floats, Ints, Setup
 from forkserve.engine.local.spec import FAMILIES
@@ -40,16 +40,7 @@ class NativeRunner:
         loader = _Loader(source, setup, self._library)
         self._turns = [loader.rope(table) for table in spec.ropes]
         self._forward: Forward | None = loader.forward(self._turns)
-        self.kv = NativeKV(
-            self._library,
-            layers=spec.layers,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            page_size=setup.page_size,
-            capacity_pages=setup.capacity_pages,
-            scratch_rows=-(-setup.scratch_rows // setup.page_size) * setup.page_size,
-            dtype=_KV_DTYPES[setup.variant],
-        )
+        self.kv = NativeKV(self._library, KVSize.of(spec, setup, _KV_DTYPES[setup.variant]))
         plans = {
             window: AttentionPlan(
                 self._library,
@@ -105,11 +96,11 @@ class NativeRunner:
 class NativeKV(PagedKV):
     """The same memory with K transposed inside its pages; rows travel in the common order."""
 
-    def __init__(self, native: ctypes.CDLL, **sizes: int | torch.dtype) -> None:
-        super().__init__(**sizes)  # type: ignore[arg-type]
+    def __init__(self, native: ctypes.CDLL, size: KVSize) -> None:
+        super().__init__(size)
         self._library = native
         layers, heads, rows, dim = self._shape
-        bf16 = sizes["dtype"] == torch.bfloat16
+        bf16 = size.dtype == torch.bfloat16
         self.pool = Pool(self.rows.data_ptr(), layers, heads // 2, dim, self.page_size, rows, bf16)
 
     def copy(self, copies: Sequence[RowCopy]) -> None:

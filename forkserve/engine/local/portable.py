@@ -33,7 +33,6 @@ def identity(
     rope = {"tables": tables, "of": list(config.pop("rope_of"))}
     config.pop("context")  # a limit, not a number of the model
     kv_dtype = str(runner.kv.dtype).removeprefix("torch.")
-    native = runner.kernels == "native"
     return {
         "weights": weights(files),
         "architecture": config.pop("family"),
@@ -53,7 +52,7 @@ def identity(
         "variant": {
             "engine": runner.kernels,
             "version": runner.version,
-            "kernels": f"{info.dtype} weights" if native else _KERNELS,
+            "kernels": _KERNELS if runner.kernels == "torch" else f"{info.dtype} weights",
             "device": info.device,
             "determinism": "exact" if runner.exact else "numeric",
         },

@@ -9,7 +9,7 @@ import torch
 
 from forkserve.engine.local.checkpoint import Checkpoint
 from forkserve.engine.local.decoder import Decoder
-from forkserve.engine.local.kv import PagedKV
+from forkserve.engine.local.kv import KVSize, PagedKV
 from forkserve.engine.local.runner import Floats, Ints, Setup
 from forkserve.errors import BackendError
 from forkserve.kernels.plan import plan_attention
@@ -32,15 +32,7 @@ class TorchRunner:
         self.version = str(torch.__version__)
         with torch.inference_mode():
             self._decoder: Decoder | None = Decoder(source, dtype, setup.context)
-        self.kv = PagedKV(
-            layers=spec.layers,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            page_size=setup.page_size,
-            capacity_pages=setup.capacity_pages,
-            scratch_rows=setup.scratch_rows,
-            dtype=dtype,
-        )
+        self.kv = PagedKV(KVSize.of(spec, setup, dtype))
 
     def run(
         self, works: Sequence[Work], ids: Ints, wanted: Sequence[int], keep: bool

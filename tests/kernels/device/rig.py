@@ -5,21 +5,25 @@ from __future__ import annotations
 import torch
 
 from forkserve.kernels.jit import INTERPRETED
+from forkserve.kernels.pieces import BLOCK, SPLIT, Tiling
 from forkserve.kernels.quant import KVRows, quantize
-from forkserve.kernels.tile_attention import Partials, TileShape, attend_tiles
+from forkserve.kernels.tile_attention import Partials, attend_tiles
 from forkserve.kernels.tile_plans import DevicePlan
-from forkserve.kernels.tiles import SPLIT, TilePlan, Tiling, plan_tiles
+from forkserve.kernels.tiles import TilePlan, plan_tiles
 from forkserve.kernels.write_kv import write_kv
 from tests.forests import Forest
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # A step costs the interpreter the same however many keys it takes.
-SHAPES = (TileShape(128, 4, 1),) * 2 if INTERPRETED else None
+STEP = 64 if INTERPRETED else BLOCK
 
 
-def tile_plan(forest: Forest, split: int = SPLIT) -> TilePlan:
+def tile_plan(
+    forest: Forest, split: int = SPLIT, block: int = STEP, level_cost: int = 0
+) -> TilePlan:
+    """level_cost: none, so that states are left and taken up wherever it saves reading."""
     group = 2 * forest.q.shape[1] // forest.kv.shape[0]
-    tiling = Tiling(forest.page, group, forest.window, split)
+    tiling = Tiling(forest.page, group, forest.window, split, min(block, split), level_cost)
     return plan_tiles(forest.works, tiling, forest.scratch)
 
 
@@ -29,9 +33,10 @@ def attend(
     split: int = SPLIT,
     format: str = "none",
     plan: TilePlan | None = None,
+    block: int = STEP,
 ) -> torch.Tensor:
     """[n, H*D] on the CPU; the forest's fresh rows are written first."""
-    plan = plan or tile_plan(forest, split)
+    plan = plan or tile_plan(forest, split, block)
     heads, dim = forest.q.shape[1:]
     write_kv(forest.kv, torch.from_numpy(plan.slots), forest.fresh)
     kv = KVRows(forest.kv.to(DEVICE))
@@ -43,10 +48,8 @@ def attend(
         kv,
         DevicePlan.exact(plan, DEVICE),
         Partials(plan.rows.size, heads, dim, DEVICE),
-        page_size=forest.page,
         scale=forest.scale or dim**-0.5,
         softcap=forest.softcap,
         window=forest.window,
-        shapes=SHAPES,
     )
     return out.flatten(1).cpu()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from forkserve.kernels.merge import merge_parts
+from forkserve.kernels.pieces import Tiling
 from forkserve.kernels.quant import dequantize, quantize
 from forkserve.kernels.tile_plans import Capacity, DevicePlan, TilePlanner
-from forkserve.kernels.tiles import Tiling
 from forkserve.kernels.write_kv import write_kv
 from forkserve.types import Span, Work
 from tests.forests import KV_HEADS, Forest, error, expected, grow
@@ -91,7 +91,7 @@ def test_eight_bit_rows(format: str) -> None:
 
 
 def test_a_trunk_is_read_once() -> None:
-    """Eight decodes over 96 rows: one tile of all eight, and eight own ones."""
+    """Eight decodes over 96 rows: one tile of all eight, and eight that go on from its state."""
     pages, dim = list(range(20)), 32
     kv = torch.randn(2 * KV_HEADS, 20 * 16, dim)
     trunk = Span("t", pages[:6], 0, 96)
@@ -99,15 +99,16 @@ def test_a_trunk_is_read_once() -> None:
     forest = Forest(
         kv, torch.randn(8, KV_HEADS * 4, dim), torch.randn(8, 2 * KV_HEADS, dim), works, 16, 320
     )
-    plan = tile_plan(forest)
+    plan = tile_plan(forest, block=32)
     assert plan.keys_read == 96 + 8
+    assert (plan.carried >= 0).sum() == 8
     assert error(attend(forest, plan=plan), expected(forest)) < 1e-5
 
 
 def test_plans_that_grow() -> None:
     """Two branches decode over page ends and cuts: the grown plan answers like a new one."""
     page, dim, split = 4, 16, 16
-    planner = TilePlanner({0: Tiling(page, 2, split=split)}, 160)
+    planner = TilePlanner({0: Tiling(page, 2, split=split, block=8, level_cost=0)}, 160)
     kv = torch.full((2 * KV_HEADS, 164, dim), float("nan"))
     kv[:, 121:131] = torch.randn(2 * KV_HEADS, 10, dim)
     trunk = Span("t", [30, 31, 32], 0, 10, 1)
@@ -143,8 +144,9 @@ def test_merging() -> None:
     parts = torch.randperm(slots)[:40].int()
     parts[:2] = torch.tensor([7, 9])
     begins = torch.tensor([0, 2, 5, 5, 30, 40], dtype=torch.int32)
+    leads = torch.tensor([0, 15, 3, 7, 0], dtype=torch.int32)
     out = torch.full((n, heads, dim), 3.0, device=DEVICE)
-    merge_parts(out, *(x.to(DEVICE) for x in (o, lse, begins, parts)))
+    merge_parts(out, *(x.to(DEVICE) for x in (o, lse, begins, parts, leads)))
     out = out.cpu()
     assert (out[0] == 0).all(), "empty parts merge to an empty part"
     assert (out[2] == 3).all(), "a row without parts is left alone"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from forkserve.errors import ConfigError
 from forkserve.kernels import jit
 
-__all__ = ["Device", "Graph", "find_device", "on", "record"]
+__all__ = ["Device", "Graph", "Recorder", "find_device", "on"]
 
 INTERPRETER = "interpreter"
 
@@ -94,21 +95,41 @@ class _Again:
         self.replay = run
 
 
-def record(device: Device, run: Callable[[], None]) -> Graph:
-    """Record `run`, which must only use fixed tensors and write its results to them.
+class Recorder:
+    """Records passes of one device.  Their scratch memory is one and the same, so run them in turn.
 
-    It also runs, once.  Other threads may use the device meanwhile.
+    Results must go to tensors that were there before: scratch is overwritten by the next graph.
     """
-    if not device.graphs:
-        run()
-        return _Again(run)
-    # Kernels compile and libraries set themselves up in a first run, which a graph can't record.
-    side = torch.cuda.Stream(device.torch)
-    side.wait_stream(torch.cuda.current_stream(device.torch))
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream(device.torch).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run()
-    return graph
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._side: torch.cuda.Stream | None = None
+        self._pool: Any = None  # of memory, shared by all graphs; gone with the last of them
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def record(self, run: Callable[[], None]) -> Graph:
+        """Record `run`, which must only use fixed tensors and write its results to them.
+
+        It also runs, once.  Other threads may use the device meanwhile.
+        """
+        if not self._device.graphs:
+            run()
+            return _Again(run)
+        device = self._device.torch
+        if self._side is None:
+            # A stream of this device: torch's own for capturing is of the first device that asked.
+            self._side = torch.cuda.Stream(device)
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        # Kernels compile in a first run, and libraries set themselves up: a graph can't record it.
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._side):
+            run()
+        torch.cuda.current_stream(device).wait_stream(self._side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+        ):
+            run()
+        self._graphs.add(graph)
+        return graph

@@ -1,7 +1,7 @@
 """The forward pass of `forkserve.engine.local.decoder` on Triton kernels.
 
-Matrix products are torch's; all between them is a kernel: (residual + norm), (norm + rope + KV
-write), (norm + rope of queries), attention, (activation * up).
+Kernels: products, (residual + norm), (norm + rope + KV write), (norm + rope of queries), attention,
+(activation * up).  Adding to the residual in the product's kernel instead would move as many bytes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from forkserve.engine.local.decoder import Decoder, Layer
 from forkserve.engine.local.linear import Linear
 from forkserve.kernels.activation import gated
+from forkserve.kernels.linear import Weight, code_weight, linear
 from forkserve.kernels.norm import add_rms_norm
 from forkserve.kernels.quant import KVRows
 from forkserve.kernels.rope import norm_rope
@@ -22,23 +22,33 @@ from forkserve.kernels.tile_attention import Partials, attend_tiles
 from forkserve.kernels.tile_plans import DevicePlan
 from forkserve.kernels.write_kv import Guard, rotate_write_kv
 
-__all__ = ["DeviceDecoder"]
+__all__ = ["DeviceDecoder", "Numbers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What is computed in, and whether weights of products are integers (of `code_weight`)."""
+
+    dtype: torch.dtype
+    coded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
     """y = x @ weight.T + bias, on the device."""
 
-    weight: torch.Tensor
+    weight: Weight
     bias: torch.Tensor | None
 
     @classmethod
-    def of(cls, linear: Linear, device: torch.device) -> _Product:
-        bias = None if linear.bias is None else linear.bias.to(device)
-        return cls(linear.weight.to(device), bias)
+    def of(cls, given: Linear, device: torch.device, numbers: Numbers) -> _Product:
+        bias = None if given.bias is None else given.bias.to(device, numbers.dtype)
+        if numbers.coded:
+            return cls(code_weight(given.weight.to(device)), bias)
+        return cls(Weight(given.weight.to(device, numbers.dtype)), bias)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return linear(x, self.weight, self.bias, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +67,23 @@ class _DeviceLayer:
     post_ffn_norm: torch.Tensor | None
 
     @classmethod
-    def of(cls, layer: Layer, device: torch.device) -> _DeviceLayer:
+    def of(cls, layer: Layer, device: torch.device, numbers: Numbers) -> _DeviceLayer:
+        def product(given: Linear) -> _Product:
+            return _Product.of(given, device, numbers)
+
         def vector(weight: torch.Tensor | None) -> torch.Tensor | None:
             return None if weight is None else weight.to(device)
 
         return cls(
             layer.attn_norm.to(device),
-            _Product.of(layer.qkv, device),
+            product(layer.qkv),
             vector(layer.q_norm),
             vector(layer.k_norm),
-            _Product.of(layer.out, device),
+            product(layer.out),
             vector(layer.post_attn_norm),
             layer.ffn_norm.to(device),
-            _Product.of(layer.gate_up, device),
-            _Product.of(layer.down, device),
+            product(layer.gate_up),
+            product(layer.down),
             vector(layer.post_ffn_norm),
         )
 
@@ -78,18 +91,19 @@ class _DeviceLayer:
 class DeviceDecoder:
     """Weights on a device and the forward pass.  No state besides them."""
 
-    def __init__(self, decoder: Decoder, device: torch.device, page_size: int) -> None:
+    def __init__(self, decoder: Decoder, device: torch.device, numbers: Numbers) -> None:
         """Copies the weights of `decoder` to the device."""
-        self.spec, self.dtype, self._page_size = decoder.spec, decoder.dtype, page_size
-        self._embed = decoder.embed.to(device)
+        self.spec, self.dtype = decoder.spec, numbers.dtype
+        self._embed = decoder.embed.to(device, numbers.dtype)
         tied = decoder.head.weight is decoder.embed
-        head = Linear(self._embed) if tied else decoder.head
-        self._head = _Product.of(head, device)
+        # Rows of the embedding are read one by one: integers would save nothing there.
+        head = Linear(self._embed) if tied and not numbers.coded else decoder.head
+        self._head = _Product.of(head, device, numbers)
         self._final_norm = decoder.final_norm.to(device)
         for rope in decoder.ropes:
             rope.reach(len(rope.cos))  # recorded graphs read tables at fixed addresses
         self._ropes = [(rope.cos.to(device), rope.sin.to(device)) for rope in decoder.ropes]
-        self._layers = [_DeviceLayer.of(layer, device) for layer in decoder.layers]
+        self._layers = [_DeviceLayer.of(layer, device, numbers) for layer in decoder.layers]
 
     def forward(
         self,
@@ -122,7 +136,6 @@ class DeviceDecoder:
                 kv[i],
                 plans[window],
                 partials,
-                page_size=self._page_size,
                 scale=spec.attn_scale,
                 softcap=spec.attn_softcap,
                 window=window,
@@ -134,7 +147,7 @@ class DeviceDecoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [m, E], normed -> logits [m, V] in float32."""
-        out = self._head(hidden).float()
+        out = self._head(hidden, torch.float32)
         if self.spec.final_softcap:
             out = out.div_(self.spec.final_softcap).tanh_().mul_(self.spec.final_softcap)
         return out

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from forkserve.engine.local.gpu.device import on
+from forkserve.engine.local.kv import KVSize
 from forkserve.errors import ConfigError
 from forkserve.kernels.copy_rows import copy_rows
 from forkserve.kernels.plan import span_rows
@@ -30,30 +31,17 @@ class DeviceKV:
     The last row, `dump`, takes what nobody reads.  Raises `ConfigError` if the pool does not fit.
     """
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        capacity_pages: int,
-        scratch_rows: int,
-        dtype: torch.dtype,
-        format: str,
-        device: torch.device,
-    ) -> None:
-        self.page_size = page_size
-        self.capacity_rows = capacity_pages * page_size
-        self.scratch_rows = scratch_rows
-        self.format = format
-        self.dtype = _CODED.get(format, dtype)
+    def __init__(self, size: KVSize, format: str, device: torch.device) -> None:
+        self.page_size, self.format = size.page_size, format
+        self.capacity_rows, self.scratch_rows = size.capacity_rows, size.scratch_rows
+        self.dtype = _CODED.get(format, size.dtype)
         self._device = device
-        count = self.capacity_rows + (scratch_rows // page_size + 2) * page_size
+        count = self.capacity_rows + self.scratch_rows + self.page_size
         self.dump = count - 1
-        shape = (layers, 2 * kv_heads, count, head_dim)
+        shape = (size.layers, 2 * size.kv_heads, count, size.head_dim)
+        self._heads = shape[0] * shape[1]
         self._scale_bytes = 4 if format != "none" else 0
-        self._row_bytes = head_dim * self.dtype.itemsize
+        self._row_bytes = size.head_dim * self.dtype.itemsize
         try:
             self.rows = torch.empty(shape, dtype=self.dtype, device=device)
             self.scales = (
@@ -63,15 +51,10 @@ class DeviceKV:
             )
         except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
             raise ConfigError(
-                f"a KV pool of {capacity_pages} pages of {page_size} tokens needs "
-                f"{count * self.bytes_of(layers, kv_heads) / 1e9:.1f} GB on {device}, which has "
+                f"a KV pool of {size.capacity_pages} pages of {self.page_size} tokens needs "
+                f"{count * self.bytes_per_token / 1e9:.1f} GB on {device}, which has "
                 f"{_free_gb(device)} GB free; lower capacity_pages, or store KV in 8 bits"
             ) from error
-        self._heads = layers * 2 * kv_heads
-
-    def bytes_of(self, layers: int, kv_heads: int) -> int:
-        """Bytes of one row over all layers."""
-        return layers * 2 * kv_heads * (self._row_bytes + self._scale_bytes)
 
     @property
     def bytes_per_token(self) -> int:
@@ -113,17 +96,17 @@ class DeviceKV:
 
     def write(self, span: Span, rows: bytes | bytearray | memoryview, at: int) -> None:
         """Write the rows from `at` on of a run that `read` gave to the slots of a span."""
-        layers, heads, _, dim = self.rows.shape
-        count = len(rows) // self.bytes_per_token
-        run = torch.frombuffer(bytearray(rows), dtype=torch.uint8)
+        layers, heads = self.rows.shape[:2]
+        run = np.frombuffer(rows, np.uint8)
+        count = run.size // self.bytes_per_token
         where = self._where(span_rows(span, self.page_size))
         taken = slice(at, at + span.length)
         split = self._heads * count * self._row_bytes
-        values = run[:split].view(self.dtype).view(layers, heads, count, dim)[:, :, taken]
-        self.rows.index_copy_(2, where, values.to(self._device))
+        values = run[:split].reshape(layers, heads, count, -1)[:, :, taken]
+        self.rows.index_copy_(2, where, self._sent(values, self.dtype))
         if self.scales is not None:
-            scales = run[split:].view(torch.float32).view(layers, heads, count)[:, :, taken]
-            self.scales.index_copy_(2, where, scales.to(self._device))
+            scales = run[split:].reshape(layers, heads, count, -1)[:, :, taken]
+            self.scales.index_copy_(2, where, self._sent(scales, torch.float32)[..., 0])
 
     def take(self, spans: Sequence[Span]) -> None:
         """Nothing is ever given back; see `discard`."""
@@ -135,6 +118,10 @@ class DeviceKV:
         """Drop the tensors."""
         self.rows = torch.empty(0)
         self.scales = None
+
+    def _sent(self, taken: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
+        """Bytes [layers, 2*Hk, n, row] on the device, as values of `dtype`."""
+        return torch.from_numpy(taken.copy()).view(dtype).to(self._device)
 
     def _where(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(rows).to(self._device)

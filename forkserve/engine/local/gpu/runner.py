@@ -11,26 +11,32 @@ import torch
 
 from forkserve.engine.local.checkpoint import Checkpoint
 from forkserve.engine.local.decoder import Decoder
-from forkserve.engine.local.gpu.device import Device, Graph, on, record
-from forkserve.engine.local.gpu.forward import DeviceDecoder
+from forkserve.engine.local.gpu.device import Device, Graph, Recorder, on
+from forkserve.engine.local.gpu.forward import DeviceDecoder, Numbers
 from forkserve.engine.local.gpu.kv import DeviceKV
+from forkserve.engine.local.kv import KVSize
 from forkserve.engine.local.runner import Floats, Ints, Setup
 from forkserve.engine.sampling import uniform
 from forkserve.errors import BackendError, ConfigError
-from forkserve.kernels.jit import next_power
+from forkserve.kernels.jit import next_power, triton
+from forkserve.kernels.pieces import Tiling
 from forkserve.kernels.plan import span_rows
 from forkserve.kernels.quant import FORMATS
 from forkserve.kernels.sample import draw
 from forkserve.kernels.tile_attention import Partials
 from forkserve.kernels.tile_plans import Capacity, DevicePlan, TilePlanner
-from forkserve.kernels.tiles import TilePlan, Tiling
+from forkserve.kernels.tiles import TilePlan
 from forkserve.kernels.write_kv import Guard
 from forkserve.types import GREEDY, SampleSpec, SamplingParams, Work
 
 __all__ = ["DeviceRows", "GpuRunner"]
 
-VERSION = "triton/v1"  # raise it when an operator changes what it computes
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+VERSION = "triton/v2"  # raise it when a bit of any result changes
+_NUMBERS = {
+    "float32": Numbers(torch.float32),
+    "bfloat16": Numbers(torch.bfloat16),
+    "int8": Numbers(torch.bfloat16, coded=True),
+}
 _GRAPH_ROWS = 256  # larger decode batches are busy enough to hide the launches
 
 
@@ -52,44 +58,34 @@ class DeviceRows:
 
 
 class GpuRunner:
-    """Satisfies `Runner`.  drawn: tokens of the last run that were drawn on the device.
-
-    Sums depend on the shape of a batch (torch's products do), so rows are equal up to rounding.
-    """
+    """Satisfies `Runner`.  drawn: tokens of the last run that were drawn on the device."""
 
     kernels = "triton"
-    version = VERSION
-    exact = False
+    exact = True
 
     def __init__(self, source: Checkpoint, setup: Setup, device: Device) -> None:
-        if setup.variant not in _DTYPES:
+        if setup.variant not in _NUMBERS:
             raise ConfigError(
-                f"dtype '{setup.variant}' is not supported on a GPU; {', '.join(_DTYPES)} are"
+                f"dtype '{setup.variant}' is not supported on a GPU; {', '.join(_NUMBERS)} are"
             )
         if setup.kv not in FORMATS:
             raise ConfigError(f"kv='{setup.kv}' is unknown; {', '.join(FORMATS)} are the choices")
         self.device = device
-        spec, dtype = source.spec, _DTYPES[setup.variant]
+        # Another GPU, or another compiler, may round otherwise.
+        self.version = f"{VERSION} {device.name} Triton {triton.__version__}"
+        spec, numbers = source.spec, _NUMBERS[setup.variant]
         with torch.inference_mode():
-            cpu = Decoder(source, dtype, setup.context)
-            self._decoder: DeviceDecoder | None = DeviceDecoder(cpu, device.torch, setup.page_size)
-        self.kv = DeviceKV(
-            layers=spec.layers,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            page_size=setup.page_size,
-            capacity_pages=setup.capacity_pages,
-            scratch_rows=setup.scratch_rows,
-            dtype=dtype,
-            format=setup.kv,
-            device=device.torch,
-        )
+            # Integers are made from the weights as they are in the file, not from rounded ones.
+            cpu = Decoder(source, torch.float32 if numbers.coded else numbers.dtype, setup.context)
+            self._decoder: DeviceDecoder | None = DeviceDecoder(cpu, device.torch, numbers)
+        self.kv = DeviceKV(KVSize.of(spec, setup, numbers.dtype), setup.kv, device.torch)
         self._spec = spec
         group = spec.heads // spec.kv_heads
         tilings = {w: Tiling(setup.page_size, group, w) for w in dict.fromkeys(spec.windows)}
         self._planner = TilePlanner(tilings, self.kv.capacity_rows)
         self._guard = Guard(self.kv.dump + 1, device.torch) if setup.debug else None
         self._steps: dict[int, _Step] = {}  # recorded decode passes, by rows
+        self.recorder = Recorder(device)
         self.drawn: Mapping[int, tuple[int, float]] = {}
         self.replayed = 0
 
@@ -141,9 +137,10 @@ class GpuRunner:
         bucket = next_power(len(ids))
         step = self._steps.get(bucket)
         if step is None or not step.holds(plans):
-            step = self._steps[bucket] = _Step(self, decoder, plans, bucket)
+            step = _Step(self, decoder, plans, bucket)
             step.load(plans, ids)
             step.record()
+            self._steps[bucket] = step  # last: if anything failed there is none
         else:
             step.load(plans, ids)
             step.replay()
@@ -210,12 +207,12 @@ class _Step:
     ) -> None:
         device, kv = runner.device.torch, runner.kv
         spec = decoder.spec
-        self._device = runner.device
+        self._recorder = runner.recorder
         self._plans = {
             window: DevicePlan(Capacity.rounded(plan, rows), device, kv.dump)
             for window, plan in plans.items()
         }
-        slots = max(plan.capacity.parts for plan in self._plans.values())
+        slots = max(plan.capacity.results for plan in self._plans.values())
         heads, dim = spec.heads, spec.head_dim
         out = torch.zeros(rows, heads, dim, dtype=decoder.dtype, device=device)  # padding: 0
         self._partials = Partials(slots, heads, dim, device, out)
@@ -238,7 +235,7 @@ class _Step:
 
     def record(self) -> None:
         """Run and record the pass."""
-        self._graph = record(self._device, self._run)
+        self._graph = self._recorder.record(self._run)
 
     def replay(self) -> None:
         """Run the pass again, over what was loaded."""
