@@ -27,6 +27,8 @@ def slide(core: Core, trees: Iterable[ContextTree]) -> int:
         if core.pending or core.trees.get(tree.session) is not tree:
             continue  # copies that are still to run name pages of any line
         ends: set[Node] = {task.target for task in core.tasks.values() if task.tree is tree}
+        if len(ends) > 1 and any(ends.intersection(end.ancestors()) for end in ends):
+            continue  # the lower one may take over rows that the upper one then computes again
         freed += give_back(tree, core.window, ends)
     return freed
 
