@@ -50,6 +50,7 @@ class NativeRunner:
             capacity_pages=setup.capacity_pages,
             scratch_rows=-(-setup.scratch_rows // setup.page_size) * setup.page_size,
             dtype=_KV_DTYPES[setup.variant],
+            paired=setup.variant == "bfloat16",
         )
         plans = {
             window: AttentionPlan(
@@ -104,14 +105,18 @@ class NativeRunner:
 
 
 class NativeKV(PagedKV):
-    """The same memory with K transposed inside its pages; rows travel in the common order."""
+    """The same memory with K transposed inside its pages; rows travel in the common order.
 
-    def __init__(self, native: ctypes.CDLL, **sizes: int | torch.dtype) -> None:
+    paired: attention rounds queries and weights to bfloat16 as well.
+    """
+
+    def __init__(self, native: ctypes.CDLL, paired: bool, **sizes: int | torch.dtype) -> None:
         super().__init__(**sizes)  # type: ignore[arg-type]
         self._library = native
         layers, heads, rows, dim = self._shape
         bf16 = sizes["dtype"] == torch.bfloat16
-        self.pool = Pool(self.rows.data_ptr(), layers, heads // 2, dim, self.page_size, rows, bf16)
+        at = self.rows.data_ptr()
+        self.pool = Pool(at, layers, heads // 2, dim, self.page_size, rows, bf16, paired)
 
     def copy(self, copies: Sequence[RowCopy]) -> None:
         """See `PagedKV`."""
