@@ -61,6 +61,12 @@ struct Pairs {
 // store_bf16: 16 values that are bfloat16 already.
 #if defined(__AVX512F__)
 
+#if defined(__AVX512BF16__)
+FS_INLINE vf rounded(vf x) {
+    __m512i wide = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x.a));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+#else
 FS_INLINE vf rounded(vf x) {
     const __m512i bits = _mm512_castps_si512(x.a), high = _mm512_set1_epi32((int)0xffff0000);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -72,6 +78,7 @@ FS_INLINE vf rounded(vf x) {
     __m512i keep = _mm512_mask_blend_epi32(some, _mm512_set1_epi32((int)0x80000000), high);
     return {_mm512_castsi512_ps(_mm512_and_si512(up, keep))};
 }
+#endif
 FS_INLINE Pairs load_pairs(const uint16_t* p) {
     __m512i both = _mm512_loadu_si512(p);
     return {{_mm512_castsi512_ps(_mm512_slli_epi32(both, 16))},

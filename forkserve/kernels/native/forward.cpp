@@ -15,6 +15,7 @@ namespace {
 // each; beyond it every thread takes blocks of rows through all products between two attentions.
 constexpr int SHARED_ROWS = 48;
 constexpr int BLOCK_ROWS = 64;
+constexpr int PAIRED_ROWS = 128;  // with weights in bfloat16, whose products go faster
 // Up to this many rows every thread makes the input of a product for itself, without a barrier.
 constexpr int PRIVATE_ROWS = 8;
 constexpr int HEAD_ROWS = 128;  // rows of one pass over the head: their input stays in cache
@@ -63,8 +64,9 @@ class Forward {
     void run(const Call& call) {
         int threads = team_.size();
         bool shared = call.n <= SHARED_ROWS * threads;
-        int64_t waves = (call.n + threads * BLOCK_ROWS - 1) / (threads * BLOCK_ROWS);
-        block_ = shared ? call.n : ((call.n + waves * threads - 1) / (waves * threads) + 7) / 8 * 8;
+        int64_t most = threads * (takes_ready(m_.head) ? PAIRED_ROWS : BLOCK_ROWS);
+        int64_t parts = (call.n + most - 1) / most * threads;
+        block_ = shared ? call.n : ((call.n + parts - 1) / parts + 15) / 16 * 16;
         x_.reserve(call.n * m_.hidden);
         qkv_.reserve(call.n * columns());
         attended_.reserve(call.n * m_.heads * m_.dim);
@@ -218,7 +220,8 @@ class Forward {
             const float* x = normed_rows(by, count, m_.final_norm,
                                          [&](int64_t row) { return x_ + from[row] * e; });
             float* logits = call.logits + first * v;
-            product(by, m_.head, prepared(by, m_.head, x, count), count, logits, false, [&](int64_t begin, int64_t end) {
+            x = prepared(by, m_.head, x, count);
+            product(by, m_.head, x, count, logits, false, [&](int64_t begin, int64_t end) {
                 int64_t low = begin * PANEL, high = std::min(end * PANEL, v);
                 if (m_.final_softcap)
                     for (int64_t row = 0; row < count; row++)

@@ -108,12 +108,12 @@ void round_row(const float* x, int k, float* out) {
 constexpr int TILED_ROWS = 4;  // fewer rows take less time on vectors
 constexpr int X_TILE = TILE_ROWS * PAIRED;
 
-// Sums [32 or 16][48] of two groups of 16 rows, or of one.
+// Sums [32 or 16][48] of two groups of 16 rows, or of one; rows of `out` are `stride` floats apart.
 template <bool TWO>
 __attribute__((noinline)) void sums(const uint16_t* x, const uint16_t* panel, int blocks,
-                                    float* out) {
+                                    float* out, int64_t stride) {
     const uint16_t* second = x + int64_t(blocks) * X_TILE;
-    constexpr int row = PANEL * 4;  // bytes, of outputs and of pairs of weights
+    constexpr int row = PANEL * 4;  // bytes of a row of pairs of weights
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -138,14 +138,14 @@ __attribute__((noinline)) void sums(const uint16_t* x, const uint16_t* panel, in
         _tile_loadd(7, panel, row);
         _tile_dpbf16ps(3, 6, 7);
     }
-    _tile_stored(0, out, row);
-    _tile_stored(1, out + LANES, row);
-    _tile_stored(2, out + 2 * LANES, row);
+    _tile_stored(0, out, stride * 4);
+    _tile_stored(1, out + LANES, stride * 4);
+    _tile_stored(2, out + 2 * LANES, stride * 4);
     if (!TWO) return;
-    out += TILE_ROWS * PANEL;
-    _tile_stored(3, out, row);
-    _tile_stored(4, out + LANES, row);
-    _tile_stored(5, out + 2 * LANES, row);
+    out += TILE_ROWS * stride;
+    _tile_stored(3, out, stride * 4);
+    _tile_stored(4, out + LANES, stride * 4);
+    _tile_stored(5, out + 2 * LANES, stride * 4);
 }
 
 __attribute__((noinline)) void finish_rows(const float* sum, const float* bias, int rows, float* y,
@@ -163,15 +163,20 @@ void by_tiles(const Packed& w, const uint16_t* x, int rows, int begin, int end, 
     Tiles tiles;
     for (int p = begin; p < end; p++) {
         const uint16_t* panel = (const uint16_t*)w.data + p * int64_t(blocks) * BLOCK;
+        const float* bias = w.bias ? w.bias + p * PANEL : nullptr;
+        const int valid = w.n - p * PANEL;
         for (int row = 0; row < rows; row += 2 * TILE_ROWS) {
             const uint16_t* from = x + int64_t(row) * blocks * PAIRED;
-            int count = std::min(2 * TILE_ROWS, rows - row);
-            if (count > TILE_ROWS)
-                sums<true>(from, panel, blocks, sum);
-            else
-                sums<false>(from, panel, blocks, sum);
-            finish_rows(sum, w.bias ? w.bias + p * PANEL : nullptr, count,
-                        y + row * y_stride + p * PANEL, y_stride, w.n - p * PANEL, add);
+            const int count = std::min(2 * TILE_ROWS, rows - row);
+            float* to = y + row * y_stride + p * PANEL;
+            const bool direct = !bias && !add && valid >= PANEL && count % TILE_ROWS == 0;
+            auto body = count > TILE_ROWS ? sums<true> : sums<false>;
+            if (direct) {
+                body(from, panel, blocks, to, y_stride);
+            } else {
+                body(from, panel, blocks, sum, PANEL);
+                finish_rows(sum, bias, count, to, y_stride, valid, add);
+            }
         }
     }
 }
