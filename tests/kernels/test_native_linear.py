@@ -126,6 +126,22 @@ def test_instruction_set_by_environment(monkeypatch: pytest.MonkeyPatch) -> None
             library.load()
 
 
+def test_tiles_that_are_not_granted_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A processor may have AMX where a sandbox refuses its state."""
+    monkeypatch.setattr(library, "_FOLDER", tmp_path)
+    for isa in ("amx", "avx512"):
+        (tmp_path / f"libforkserve-{isa}.so").touch()
+    monkeypatch.setattr(library, "_cpu_flags", lambda: frozenset(library._NEEDS["amx"]))
+    monkeypatch.setattr(library, "_tiles_granted", lambda: True)
+    assert library.supported() == ["amx", "avx512"]
+    monkeypatch.setattr(library, "_tiles_granted", lambda: False)
+    assert library.supported() == ["avx512"]
+    with pytest.raises(ConfigError, match="'amx' that this processor can run; usable here: avx512"):
+        library.load("amx")
+
+
 def test_a_missing_or_stale_library_is_a_clear_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
