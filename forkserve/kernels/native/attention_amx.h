@@ -15,8 +15,8 @@
 namespace fs {
 namespace {
 
-constexpr int TILED_VECTORS = 6;             // fewer take less time on vectors
-constexpr int WEIGHTS = SPLIT + PAIRED;      // bfloat16 from one row of weights to the next
+constexpr int TILED_VECTORS = 6;                // fewer take less time on vectors
+constexpr int WEIGHTS = SPLIT + PAIRED;         // bfloat16 from one row of weights to the next
 constexpr int TILE_PAIRS = TILE_ROWS * PAIRED;  // elements of a tile of operands
 
 // Where one group of 16 results stands, `stride` floats apart.  Of a group that is not whole the
@@ -80,9 +80,9 @@ inline void multiply_vectors(const uint16_t* a, int64_t a_stride, int n, const u
         if (part) (rows < TILE_ROWS ? one : two) = {rest, 2 * LANES};
         for (int r = 0; r < part && more; r++)
             std::copy_n(tail + r * c_stride, width, rest + r * 2 * LANES);
-        auto body = rows > TILE_ROWS
-                        ? (columns > 1 ? multiply_tiles<true, true> : multiply_tiles<true, false>)
-                        : (columns > 1 ? multiply_tiles<false, true> : multiply_tiles<false, false>);
+        auto body = columns > 1 ? multiply_tiles<false, true> : multiply_tiles<false, false>;
+        if (rows > TILE_ROWS)
+            body = columns > 1 ? multiply_tiles<true, true> : multiply_tiles<true, false>;
         body(a + vec * a_stride, a_stride, b, b + b_next, b_step, blocks, one, two, more);
         for (int r = 0; r < part; r++)
             std::copy_n(rest + r * 2 * LANES, width, tail + r * c_stride);

@@ -3,8 +3,8 @@
 // Products of bfloat16 have the order of Intel's TDPBF16PS ("Intel 64 and IA-32 Architectures
 // Software Developer's Manual", volume 2), so that a matrix unit and vectors give the same bits.
 // Inputs come in blocks of 32.  Within a block those at even places and those at odd places are
-// summed apart, from 0, each by 16 fused steps; even + odd joins the total.  A denormal number is 0,
-// as an operand and as a result.  (ARM looks for denormal results before rounding, x86 after it:
+// summed apart, from 0, each by 16 fused steps; even + odd joins the total.  A denormal number
+// is 0, as an operand and as a result.  (ARM looks for denormal results before rounding, x86 after it:
 // what rounds up to 2^-126 is 0 there.)
 #pragma once
 
