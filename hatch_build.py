@@ -32,12 +32,18 @@ SOURCES = ROOT / "forkserve" / "kernels" / "native"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread",
          "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-uninitialized",
          "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option")  # fmt: skip
+_AVX512 = ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512")
 TARGETS = {
     "x86_64": {
         "avx2": ("-march=x86-64-v3",),
-        "avx512": ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"),
+        "avx512": _AVX512,
+        "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     },
     "aarch64": {"neon": ("-march=armv8.2-a",)},
+}
+# What a compiler or assembler may be too old for: without them a library is left out.
+NEWER = {
+    "amx": "#include <immintrin.h>\nvoid f() { _tile_zero(0); _tile_dpbf16ps(0, 1, 2); }\n",
 }
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
@@ -55,9 +61,19 @@ def build(folder: Path | None = None) -> list[Path]:
         raise BuildError("no C++ compiler: install g++ or clang++, or name one in CXX")
     if not targets:
         raise BuildError(f"there are no native kernels for the processor '{machine}'")
+    targets = {isa: flags for isa, flags in targets.items() if _compiles(compiler, isa, flags)}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         works = [pool.submit(_compile, compiler, isa, targets[isa], folder) for isa in targets]
         return [work.result() for work in works]
+
+
+def _compiles(compiler: str, isa: str, flags: tuple[str, ...]) -> bool:
+    """Whether a compiler is new enough for an instruction set."""
+    if isa not in NEWER:
+        return True
+    command = [compiler, *flags, "-x", "c++", "-c", "-", "-o", os.devnull]
+    done = subprocess.run(command, input=NEWER[isa], capture_output=True, text=True, check=False)
+    return not done.returncode
 
 
 def _compile(compiler: str, isa: str, flags: tuple[str, ...], folder: Path | None) -> Path:

@@ -163,6 +163,20 @@ def _threads_as_before() -> Iterator[None]:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("seed", range(len(MODELS)))
 def test_tiny(checkpoint: Checkpoints, variant: str, seed: int) -> None:
+    wander(checkpoint, variant, seed)
+
+
+@pytest.mark.parametrize("isa", library.supported()[1:])
+@pytest.mark.parametrize("seed", [1, 3])
+def test_tiny_bfloat16_on_other_instruction_sets(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, isa: str, seed: int
+) -> None:
+    """Its products are kernels of their own where there are matrix units, and where not."""
+    monkeypatch.setenv("FORKSERVE_ISA", isa)
+    wander(checkpoint, "bfloat16", seed)
+
+
+def wander(checkpoint: Checkpoints, variant: str, seed: int) -> None:
     family, changes = MODELS[seed]
     folder = checkpoint(family, max_position_embeddings=2048, **changes)[1]
     config = tiny_config(page_size=[16, 32, 48][seed % 3], capacity_pages=2048)

@@ -133,3 +133,18 @@ def test_an_unknown_wish_for_native_kernels_is_an_error(monkeypatch: pytest.Monk
     monkeypatch.setenv("FORKSERVE_NATIVE", "required")
     with pytest.raises(hatch_build.BuildError, match="FORKSERVE_NATIVE=required is unknown"):
         hook.initialize("standard", {})
+
+
+def test_a_compiler_without_amx_builds_the_other_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hatch_build = pytest.importorskip("hatch_build")
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text('#!/bin/sh\ncase "$*" in *-mamx*) exit 1;; esac\nexit 0\n')
+    new.write_text("#!/bin/sh\nexit 0\n")
+    monkeypatch.setattr(hatch_build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(hatch_build, "_compile", lambda compiler, isa, *rest: Path(isa))
+    for compiler, names in ((old, ["avx2", "avx512"]), (new, ["avx2", "avx512", "amx"])):
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        assert [str(path) for path in hatch_build.build()] == names

@@ -124,12 +124,14 @@ class Layout:
     """Pages for jobs.  Every row that no span names is NaN.
 
     aligned: spans begin on page boundaries, and pages are in order.
+    paired: attention rounds its other operands to bfloat16 too.
     """
 
     page: int = 16
     seed: int = 0
     aligned: bool = False
     bf16: bool = False
+    paired: bool = False
     spans: dict[Node, Span] = field(default_factory=dict)
 
     def place(self, jobs: Sequence[Job]) -> list[Work]:
@@ -182,7 +184,7 @@ class Layout:
         both = np.concatenate([k.reshape(heads, -1), self.v.reshape(heads, -1)])
         self.memory = to_bf16(both) if self.bf16 else both
         at = self.memory.ctypes.data
-        self.pool = Pool(at, 1, heads, dim, self.page, rows, int(self.bf16))
+        self.pool = Pool(at, 1, heads, dim, self.page, rows, int(self.bf16), int(self.paired))
 
     def plan(self, threads: int = 2, window: int = 0, isa: str | None = None) -> AttentionPlan:
         return AttentionPlan(

@@ -186,6 +186,53 @@ def test_bfloat16_rows_do_not_depend_on_anything(number: int) -> None:
         assert same(run(jobs, Layout(16, 6, bf16=True), isa=isa, threads=1), whole)
 
 
+def paired(page: int = 16, seed: int = 0) -> Layout:
+    return Layout(page, seed, bf16=True, paired=True)
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (1, 16), (7, 32), (2, 48), (5, 112), (3, 256)])
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_paired_against_float64(shape: tuple[int, int], softcap: float) -> None:
+    """Operands of eight bits, and no more is lost."""
+    jobs = [*grow(sum(shape), Shape(*shape)), *fan(3, 70, Shape(*shape), n=9)]
+    for isa in supported():
+        got = run(jobs, paired(), isa=isa, softcap=softcap)
+        for job, rows in zip(jobs, got, strict=True):
+            assert np.isfinite(rows).all()
+            assert error(rows, expected(job, softcap=softcap)) < 1e-2
+
+
+@EACH_FOREST
+@pytest.mark.parametrize("isa", supported())
+def test_paired_rows_do_not_depend_on_anything(number: int, isa: str) -> None:
+    """On tiles or on vectors: mates, chunks, pages, threads and the instruction set."""
+    jobs = forests()[number]
+    options = ({}, {"window": 90}, {"softcap": 4.0})[number % 3]
+    whole = run(jobs, paired(), threads=1, **options)  # type: ignore[arg-type]
+    more = {"isa": isa, **options}
+    assert same(run(jobs, paired(32, 3), threads=3, **more), whole)  # type: ignore[arg-type]
+    alone = [run([job], paired(64, 4), **more)[0] for job in jobs]  # type: ignore[arg-type]
+    assert same(alone, whole)
+    cut = [job.chunks(5) for job in jobs]
+    together = [chunk for chunks in cut for chunk in chunks]
+    rows = iter(run(together, paired(16, 5), **more))  # type: ignore[arg-type]
+    assert same([np.concatenate([next(rows) for _ in chunks]) for chunks in cut], whole)
+
+
+def test_paired_prefill_has_the_bits_of_its_rows_alone() -> None:
+    """A prompt whose tiles see whole blocks of positions and parts of them, over a trunk that ends
+    within a block."""
+    rng = np.random.default_rng(0)
+    trunk = Node(0, *normal(rng, 2, 555, 2, 64))
+    job = Job([(trunk, 555)], normal(rng, 600, 6, 64), *normal(rng, 2, 600, 2, 64))
+    (whole,) = run([job], paired())
+    for isa, size in zip(supported(), (37, 200, 90), strict=False):
+        parts = run(job.chunks(size), paired(32, size), isa=isa)
+        assert same([np.concatenate(parts)], [whole])
+    rows = run(job.chunks(1)[::83], paired(16, 9))
+    assert same(rows, [whole[i : i + 1] for i in range(0, 600, 83)])
+
+
 def test_windowed_rows_do_not_depend_on_mates_or_chunks() -> None:
     for number, window in itertools.product((0, 4, 7), (5, 64, 600)):
         jobs = forests()[number]

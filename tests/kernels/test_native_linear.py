@@ -31,17 +31,22 @@ def product(linear: PackedLinear, x: np.ndarray, isa: str | None = None, threads
     return y
 
 
+def bf16(x: np.ndarray) -> np.ndarray:
+    """Rounded to bfloat16, to nearest, ties to even."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
+    return bits.astype(np.uint32).view(np.float32)
+
+
 def stored(w: np.ndarray, kind: str) -> np.ndarray:
     """What the weights stand for after packing, by numpy."""
     if kind == "float32":
         return w
     if kind == "bfloat16":
-        bits = w.view(np.uint32).astype(np.uint64)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
-        return bits.astype(np.uint32).view(np.float32)
+        return bf16(w)
     n, k = w.shape
     blocks = np.pad(w, ((0, 0), (0, -k % 32))).reshape(n, -1, 32)
-    scale = stored(np.abs(blocks).max(2) / np.float32(127), "bfloat16")[..., None]
+    scale = bf16(np.abs(blocks).max(2) / np.float32(127))[..., None]
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
     whole = np.rint(blocks * inverse).clip(-127, 127)
     return (whole * scale).reshape(n, -1)[:, :k]
@@ -55,7 +60,8 @@ def test_against_float64(kind: str, size: tuple[int, int], with_bias: bool) -> N
     w, x = random(n, k), random(33, k, seed=1)
     bias = random(n, seed=2) if with_bias else None
     linear = pack(library.load(), w, bias, kind, 2)
-    want = x.astype(np.float64) @ stored(w, kind).astype(np.float64).T
+    taken = bf16(x) if kind == "bfloat16" else x
+    want = taken.astype(np.float64) @ stored(w, kind).astype(np.float64).T
     if bias is not None:
         want += bias
     for isa in library.supported():
@@ -120,6 +126,22 @@ def test_instruction_set_by_environment(monkeypatch: pytest.MonkeyPatch) -> None
             library.load()
 
 
+def test_tiles_that_are_not_granted_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A processor may have AMX where a sandbox refuses its state."""
+    monkeypatch.setattr(library, "_FOLDER", tmp_path)
+    for isa in ("amx", "avx512"):
+        (tmp_path / f"libforkserve-{isa}.so").touch()
+    monkeypatch.setattr(library, "_cpu_flags", lambda: frozenset(library._NEEDS["amx"]))
+    monkeypatch.setattr(library, "_tiles_granted", lambda: True)
+    assert library.supported() == ["amx", "avx512"]
+    monkeypatch.setattr(library, "_tiles_granted", lambda: False)
+    assert library.supported() == ["avx512"]
+    with pytest.raises(ConfigError, match="'amx' that this processor can run; usable here: avx512"):
+        library.load("amx")
+
+
 def test_a_missing_or_stale_library_is_a_clear_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -136,3 +158,83 @@ def test_a_missing_or_stale_library_is_a_clear_error(
     monkeypatch.setattr(library, "ABI", 10**6)
     with pytest.raises(BackendError, match="build it again"):
         library._open.__wrapped__(library.supported()[0])
+
+
+# --- bfloat16 has the order and the rules of a matrix unit --------------------------------------
+
+
+def flushed(x: np.ndarray) -> np.ndarray:
+    """x with denormal numbers as zeros of their sign."""
+    return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x).astype(np.float32)
+
+
+def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c rounded once: bfloat16 products are exact in float64, and where their sum with c is
+    not, its last bit is made odd so that a second rounding is right (Boldo and Melquiond)."""
+    product = a.astype(np.float64) * b.astype(np.float64)
+    wide = c.astype(np.float64)
+    total = product + wide
+    part = total - product
+    lost = (product - (total - part)) + (wide - part)
+    even = (total.view(np.int64) & 1) == 0
+    toward = np.where((lost > 0) == (total > 0), 1, -1)
+    odd = (total.view(np.int64) + np.where((lost != 0) & even, toward, 0)).view(np.float64)
+    return flushed(odd.astype(np.float32))
+
+
+def by_hand(w: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """x w^T as TDPBF16PS sums it: blocks of 32, even and odd places apart."""
+    w, x = (flushed(np.pad(bf16(flushed(a)), ((0, 0), (0, -a.shape[1] % 32)))) for a in (w, x))
+    total = np.zeros((len(x), len(w)), np.float32)
+    for first in range(0, w.shape[1], 32):
+        sums = [np.zeros_like(total), np.zeros_like(total)]
+        for i in range(32):
+            at = first + i
+            sums[i % 2] = fused(x[:, at, None], w[None, :, at], sums[i % 2])
+        total = flushed(total + flushed(sums[0] + sums[1]))
+    return total
+
+
+def wild(rng: np.random.Generator, *shape: int, low: int, high: int) -> np.ndarray:
+    """Values of any exponent between two, zeros of both signs, denormal numbers."""
+    x = (rng.normal(0, 1, shape) * 2.0 ** rng.integers(low, high, shape)).astype(np.float32)
+    for some in (0.0, -0.0, 1e-40, -1e-39, 2.0**-126, np.float32(1.1754942e-38)):
+        x[rng.random(shape) < 0.04] = some
+    return x
+
+
+@pytest.mark.parametrize("exponents", [(-3, 3), (-75, -55), (-60, 40), (-126, -80)])
+def test_bfloat16_sums_in_the_order_of_a_matrix_unit(exponents: tuple[int, int]) -> None:
+    """Rows on tiles and rows on vectors, against numpy, with results that are denormal."""
+    rng = np.random.default_rng(exponents[1] + 126)
+    low, high = exponents
+    w, x = wild(rng, 50, 75, low=low, high=high), wild(rng, 37, 75, low=low, high=high)
+    want = by_hand(w, x).view(np.uint32)
+    linear = pack(library.load(), w, None, "bfloat16", 1)
+    for isa in library.supported():
+        got = product(linear, x, isa)
+        assert np.array_equal(got.view(np.uint32), want), isa
+        alone = np.concatenate([product(linear, x[i : i + 1], isa) for i in range(len(x))])
+        assert np.array_equal(alone.view(np.uint32), want), isa
+
+
+def test_bfloat16_infinities_and_nans_stay_in_their_rows() -> None:
+    w, x = random(50, 70), random(20, 70, seed=1)
+    x[3, 5], x[4, 69], x[6] = np.inf, np.nan, 3e38
+    linear = pack(library.load(), w, None, "bfloat16", 1)
+    calm = [i for i in range(20) if i not in (3, 4, 6)]
+    first = product(linear, x)
+    assert np.isinf(first[3]).all()
+    assert np.isnan(first[4]).all()
+    assert np.isfinite(first[calm]).all()
+    for isa in library.supported():
+        got = product(linear, x, isa)
+        assert np.array_equal(got, first, equal_nan=True)
+        assert np.array_equal(product(linear, x[3:5], isa), first[3:5], equal_nan=True)
+
+
+def test_bfloat16_leaves_the_rules_for_denormal_numbers_as_they_were() -> None:
+    linear = pack(library.load(), random(50, 64), None, "bfloat16", 1)
+    for isa in library.supported():
+        product(linear, random(5, 64), isa)
+        assert np.float32(2.0**-126) * np.float32(0.5) > 0

@@ -22,7 +22,8 @@ from forkserve.types import RowCopy, Span, Work
 
 __all__ = ["NativeRunner"]
 
-VERSION = "native/v1"  # raise it when a bit of any result changes
+# Of the results of each variant: raise it when a bit of any changes.
+VERSIONS = {"float32": "native/v1", "bfloat16": "native/v2", "int8": "native/v1"}
 _KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
 
 
@@ -31,16 +32,17 @@ class NativeRunner:
 
     kernels = "native"
     exact = True
-    version = VERSION
 
     def __init__(self, source: Checkpoint, setup: Setup) -> None:
         spec = source.spec
+        self.version = VERSIONS[setup.variant]
         self._library = library.load()
         self.isa = self._library.isa
         loader = _Loader(source, setup, self._library)
         self._turns = [loader.rope(table) for table in spec.ropes]
         self._forward: Forward | None = loader.forward(self._turns)
-        self.kv = NativeKV(self._library, KVSize.of(spec, setup, _KV_DTYPES[setup.variant]))
+        size = KVSize.of(spec, setup, _KV_DTYPES[setup.variant])
+        self.kv = NativeKV(self._library, size, paired=setup.variant == "bfloat16")
         plans = {
             window: AttentionPlan(
                 self._library,
@@ -94,14 +96,18 @@ class NativeRunner:
 
 
 class NativeKV(PagedKV):
-    """The same memory with K transposed inside its pages; rows travel in the common order."""
+    """The same memory with K transposed inside its pages; rows travel in the common order.
 
-    def __init__(self, native: ctypes.CDLL, size: KVSize) -> None:
+    paired: attention rounds queries and weights to bfloat16 as well.
+    """
+
+    def __init__(self, native: ctypes.CDLL, size: KVSize, *, paired: bool) -> None:
         super().__init__(size)
         self._library = native
         layers, heads, rows, dim = self._shape
         bf16 = size.dtype == torch.bfloat16
-        self.pool = Pool(self.rows.data_ptr(), layers, heads // 2, dim, self.page_size, rows, bf16)
+        at = self.rows.data_ptr()
+        self.pool = Pool(at, layers, heads // 2, dim, self.page_size, rows, bf16, paired)
 
     def copy(self, copies: Sequence[RowCopy]) -> None:
         """See `PagedKV`."""

@@ -1,12 +1,13 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <system_error>
 
+#include "attention_amx.h"
+#include "attention_softmax.h"
 #include "attention_tiles.h"
 
 namespace fs {
@@ -16,7 +17,6 @@ namespace {
 // the processor's own read-ahead stops where a page ends.
 constexpr int CHUNK = 4;
 constexpr int BLOCKS = SPLIT / LANES + 2;
-constexpr float LOWEST = -INFINITY;
 
 // K and V of one kv head.
 template <class T>
@@ -26,10 +26,49 @@ struct Head {
     int64_t page, dim;
 };
 
-// Scores of vectors [vec, vec + n) of an item.  q, scores: of vector 0 and position `origin`.
-template <class T>
-void item_scores(const Head<T>& head, const Item& item, int vec, int n, int origin, const float* q,
-                 float* scores) {
+// What a thread needs for a unit; a vector is one query head of one row.
+struct Scratch {
+    float *q, *o, *total, *m, *l, *total_m, *total_l, *scores;
+    int64_t plane = 0;                // from the totals of o to the even and to the odd sums
+    uint16_t *coarse, *weights;       // q and scores in bfloat16, for tiles
+    uint16_t *keys, *values;          // in pairs
+
+    // Of `floats` that begin at `base`, if not null: sizes alone.
+    Scratch(float* base, int64_t vectors, int64_t dim) {
+        constexpr int64_t LINE = 16;  // floats; tiles read whole lines, and whole groups of rows
+        char* next = (char*)((uintptr_t(base) + 63) / 64 * 64);
+        auto take = [&](auto*& part, int64_t count) {
+            part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(next);
+            next += (count * int64_t(sizeof(*part)) + 63) / 64 * 64;
+        };
+        const int64_t rows = (vectors + LINE - 1) / LINE * LINE;
+        plane = rows * WIDE;
+        take(q, rows * WIDE);
+        take(o, 3 * plane);
+        take(total, rows * WIDE);
+        take(m, rows);
+        take(l, rows);
+        take(total_m, rows);
+        take(total_l, rows);
+        take(scores, rows * SCORES);
+#if defined(__AMX_BF16__)
+        take(coarse, (rows + LINE) * padded(dim));
+        take(weights, (rows + LINE) * WEIGHTS);
+        take(keys, 2 * padded(dim) * LANES);
+        take(values, dim * SPLIT);
+#else
+        (void)dim;
+        coarse = weights = keys = values = nullptr;
+#endif
+        floats = (next - (char*)base + 63) / 4;
+    }
+    int64_t floats;
+};
+
+// Scores of vectors [vec, vec + n) of an item.  scratch: of vector 0 and position `origin`.
+template <bool P, class T>
+void item_scores(const Head<T>& head, const Item& item, int vec, int n, int origin,
+                 const Scratch& scratch) {
     const T* block[BLOCKS];
     const int64_t dim = head.dim, each = head.page / LANES;
     const int first = (item.begin + item.shift) / LANES;
@@ -39,15 +78,15 @@ void item_scores(const Head<T>& head, const Item& item, int vec, int n, int orig
         int64_t at = first + b;
         block[b] = head.k + pages[at / each] * head.page * dim + at % each * LANES;
     }
-    q += vec * WIDE;
-    scores += vec * SCORES;
+    const float* q = scratch.q + vec * WIDE;
+    float* scores = scratch.scores + vec * SCORES;
     int done = 0;
     const int front = (item.begin + item.shift) % LANES;  // keys that are not the item's
     if (front) {
         alignas(64) float some[ROWS * SCORES];
         int keep = std::min(LANES - front, item.end - item.begin);
-        grouped(n, [&](int r, auto rb) {
-            qk<rb(), 1>(q + r * WIDE, block, head.page, dim, some);
+        grouped<rows_of(P)>(n, [&](int r, auto rb) {
+            qk_rows<P, rb(), 1>(q + r * WIDE, block, 1, head.page, dim, some);
             for (int i = 0; i < rb(); i++)
                 std::memcpy(scores + (r + i) * SCORES + item.begin - origin,
                             some + i * SCORES + front, sizeof(float) * keep);
@@ -55,28 +94,35 @@ void item_scores(const Head<T>& head, const Item& item, int vec, int n, int orig
         done = 1;
     }
     // Keys behind the item's end are written too: the next item, or the mask, overwrites them.
+#if defined(__AMX_BF16__)
+    if constexpr (P)
+        if (n >= TILED_VECTORS)
+            return tile_scores(scratch.coarse + vec * padded(dim), n, block + done, count - done,
+                               head.page, dim, scratch.keys,
+                               scores + (first + done) * LANES - item.shift - origin);
+#endif
     for (; done < count; done += CHUNK) {
         const int blocks = std::min(CHUNK, count - done);
         const int soon = std::min(CHUNK, count - done - blocks);
         float* to = scores + (first + done) * LANES - item.shift - origin;
-        grouped(n, [&](int r, auto rb) {
+        grouped<rows_of(P)>(n, [&](int r, auto rb) {
             for (int b = done + CHUNK; b < done + CHUNK + soon; b++)
                 for (int64_t d = dim * r / n; d < dim * (r + rb()) / n; d++)
                     __builtin_prefetch(block[b] + d * head.page);
-            qk_rows<rb(), widest(rb())>(q + r * WIDE, block + done, blocks, head.page, dim,
-                                        to + r * SCORES);
+            qk_rows<P, rb(), widest(P, rb())>(q + r * WIDE, block + done, blocks, head.page, dim,
+                                              to + r * SCORES);
         });
     }
 }
 
-// o += p V for vectors [vec, vec + n) of an item.
-template <class T>
-void item_values(const Head<T>& head, const Item& item, int vec, int n, int origin, const float* p,
-                 float* o) {
+// o += p V for vectors [vec, vec + n) of an item, on vectors.
+template <bool P, class T>
+void vector_values(const Head<T>& head, const Item& item, int vec, int n, int origin,
+                   const Scratch& scratch) {
     const int64_t dim = head.dim, page = head.page;
     const int32_t* pages = head.pages + item.page;
-    p += vec * SCORES - origin;
-    o += vec * WIDE;
+    const float* p = scratch.scores + vec * SCORES - origin;
+    float* o = scratch.o + vec * WIDE;
     Stretch<T> here[CHUNK + 1], next[CHUNK + 1];
     auto chunk = [&](int at, Stretch<T>* to) {
         int count = 0;
@@ -91,84 +137,54 @@ void item_values(const Head<T>& head, const Item& item, int vec, int n, int orig
     for (int begin = item.begin, count = chunk(begin, next); count;) {
         std::copy_n(next, count, here);
         const int soon = chunk(begin + CHUNK * LANES, next);
-        grouped(n, [&](int r, auto rb) {
+        grouped<rows_of(P)>(n, [&](int r, auto rb) {
             for (int i = 0; i < soon; i++) {
                 const int64_t line = 64 / sizeof(T), lines = next[i].rows * dim / line;
                 for (int64_t j = lines * r / n; j < lines * (r + rb()) / n; j++)
                     __builtin_prefetch(next[i].v + j * line);
             }
-            pv_rows<rb(), widest(rb())>(p + r * SCORES + begin, here, count, 0, dim, o + r * WIDE);
+            pv_rows<P, rb(), widest(P, rb())>(p + r * SCORES + begin, here, count, begin, 0, dim,
+                                              o + r * WIDE, scratch.plane);
         });
         begin += CHUNK * LANES;
         count = soon;
     }
 }
 
-// Scores of one row to exponentials; those outside [low, high) become 0 within [begin, end).
-// The sum runs over lanes of the absolute position, since `s` starts at a multiple of 16.
-void softmax(float* s, int begin, int end, int low, int high, float softcap, float* top,
-             float* sum) {
-    const int first = low / LANES * LANES, last = (high + LANES - 1) / LANES * LANES;
-    if (softcap > 0) {
-        vf up = set1(softcap), down = set1(1.0f / softcap);
-        for (int i = first; i < last; i += LANES) store(s + i, up * tanh(load(s + i) * down));
+// The same on tiles where an item has whole blocks of positions, or what its part has of them: a
+// weight is 0 where the part has no position.
+template <bool P, class T>
+void item_values(const Head<T>& head, const Item& item, const Part& part, int vec, int n,
+                 int origin, const Scratch& scratch) {
+#if defined(__AMX_BF16__)
+    if constexpr (P) {
+        const int up = PAIRED - 1;
+        const int begin = (item.begin + (item.begin == part.begin ? 0 : up)) / PAIRED * PAIRED;
+        const int end = (item.end + (item.end == part.end ? up : 0)) / PAIRED * PAIRED;
+        if (n >= TILED_VECTORS && begin < end) {
+            Item rest = item;
+            rest.end = begin;
+            vector_values<P>(head, rest, vec, n, origin, scratch);
+            float* o = scratch.o + vec * WIDE;
+            settle(o, n, head.dim, scratch.plane);
+            const int32_t* pages = head.pages + item.page;
+            auto row = [&](int i) -> const uint16_t* {
+                if (begin + i < item.begin || begin + i >= item.end) return nullptr;
+                int64_t slot = begin + i + item.shift;
+                return head.v + (pages[slot / head.page] * head.page + slot % head.page) * head.dim;
+            };
+            tile_values(scratch.weights + vec * WEIGHTS + begin - origin, n, (end - begin) / PAIRED,
+                        head.dim, row, scratch.values, o);
+            rest.begin = end;
+            rest.end = item.end;
+            return vector_values<P>(head, rest, vec, n, origin, scratch);
+        }
     }
-    std::fill(s + first, s + low, LOWEST);
-    std::fill(s + high, s + last, LOWEST);
-    vf peak = load(s + first);
-    for (int i = first + LANES; i < last; i += LANES) peak = max(peak, load(s + i));
-    *top = reduce_max(peak);
-    vf shift = set1(*top), total = zero();
-    for (int i = first; i < last; i += LANES) {
-        vf e = exp(load(s + i) - shift);
-        total = total + e;
-        store(s + i, e);
-    }
-    *sum = reduce_add(total);
-    if (begin < first) std::fill(s + begin, s + first, 0.0f);
-    if (end > last) std::fill(s + last, s + end, 0.0f);
+#else
+    (void)part;
+#endif
+    vector_values<P>(head, item, vec, n, origin, scratch);
 }
-
-FS_INLINE float exp1(float x) {
-    float lane[LANES];
-    store(lane, exp(set1(x)));
-    return lane[0];
-}
-
-// Fold the next split of a vector, (o, m, l), into what there is: values not normalised, the score
-// that scales them, the sum of exponentials.
-void fold(float* into, float* into_m, float* into_l, const float* o, float m, float l,
-          int64_t dim) {
-    float top = *into_m > m ? *into_m : m;
-    float mine = exp1(*into_m - top), other = exp1(m - top);
-    vf x = set1(mine), y = set1(other);
-    for (int64_t d = 0; d < dim; d += LANES)
-        store(into + d, fma(load(o + d), y, load(into + d) * x));
-    *into_l = std::fma(l, other, *into_l * mine);
-    *into_m = top;
-}
-
-// Adding 0 makes -0 the same as 0, which is all that masked keys of mates could change.
-void finish(float* out, const float* o, float l, int64_t dim) {
-    vf scale = set1(1.0f / l);
-    for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(o + d) * scale + zero());
-}
-
-// What a thread needs for a unit; a vector is one query head of one row.
-struct Scratch {
-    float *q, *o, *total, *m, *l, *total_m, *total_l, *scores;
-    Scratch(float* base, int64_t vectors) {
-        q = base;
-        o = q + vectors * WIDE;
-        total = o + vectors * WIDE;
-        m = total + vectors * WIDE;
-        l = m + vectors;
-        total_m = l + vectors;
-        total_l = total_m + vectors;
-        scores = total_l + vectors;
-    }
-    static int64_t size(int64_t vectors) { return vectors * (3 * WIDE + 4 + SCORES); }
-};
 
 struct Request {
     const float* q;
@@ -191,32 +207,53 @@ struct Partial {
 };
 
 // One part of a unit: values, maxima and sums of its vectors to scratch.
-template <class T>
+template <bool P, class T>
 void attend_part(const Plan& plan, const Unit& unit, const Part& part, const Head<T>& head,
                  float softcap, const Scratch& scratch) {
     const int group = plan.shape.group, origin = part.split * SPLIT;
     const Item* items = plan.items.data() + part.item;
     for (int i = 0; i < part.items; i++)
-        item_scores(head, items[i], items[i].row * group, items[i].rows * group, origin,
-                    scratch.q, scratch.scores);
+        item_scores<P>(head, items[i], items[i].row * group, items[i].rows * group, origin,
+                       scratch);
     for (int i = 0; i < unit.rows; i++) {
         int32_t row = plan.order[unit.row + i];
         int low = std::max(plan.low(row) - origin, 0);
         int high = std::min(plan.position[row] + 1 - origin, SPLIT);
         for (int vec = i * group; vec < (i + 1) * group; vec++) {
             float* s = scratch.scores + vec * SCORES;
+            uint16_t* coarse = nullptr;
+#if defined(__AMX_BF16__)
+            if (unit.rows * group >= TILED_VECTORS) coarse = scratch.weights + vec * WEIGHTS;
+#endif
             if (low < high)  // else it sees nothing of this split, and what comes out is not used
-                softmax(s, part.begin - origin, part.end - origin, low, high, softcap,
-                        scratch.m + vec, scratch.l + vec);
-            std::fill_n(scratch.o + vec * WIDE, head.dim, 0.0f);
+                softmax<P>(s, part.begin - origin, part.end - origin, low, high, softcap,
+                           scratch.m + vec, scratch.l + vec, coarse);
+            for (int i = 0; i < (P ? 3 : 1); i++)
+                std::fill_n(scratch.o + vec * WIDE + i * scratch.plane, head.dim, 0.0f);
         }
     }
     for (int i = 0; i < part.items; i++)
-        item_values(head, items[i], items[i].row * group, items[i].rows * group, origin,
-                    scratch.scores, scratch.o);
+        item_values<P>(head, items[i], part, items[i].row * group, items[i].rows * group, origin,
+                       scratch);
+    if (P) settle(scratch.o, unit.rows * group, head.dim, scratch.plane);
 }
 
-template <class T>
+// Scaled query vectors to scratch; paired, rounded.
+template <bool P>
+void take_query(const float* q, vf scale, int vec, int64_t dim, const Scratch& scratch) {
+    for (int64_t d = 0; d < dim; d += LANES) {
+        vf x = load(q + d) * scale;
+        store(scratch.q + vec * WIDE + d, P ? rounded(x) : x);
+    }
+#if defined(__AMX_BF16__)
+    if (!P) return;
+    uint16_t* to = scratch.coarse + vec * padded(dim);
+    for (int64_t d = 0; d < padded(dim); d += LANES)
+        store_bf16(to + d, d < dim ? load(scratch.q + vec * WIDE + d) : zero());
+#endif
+}
+
+template <bool P, class T>
 void attend_unit(Plan& plan, const Unit& unit, int h, const KvLayer& kv, const Request& ask,
                  const Scratch& scratch) {
     const int64_t dim = plan.shape.dim;
@@ -224,16 +261,13 @@ void attend_unit(Plan& plan, const Unit& unit, int h, const KvLayer& kv, const R
     const Head<T> head{static_cast<T*>(kv.k) + h * kv.head, static_cast<T*>(kv.v) + h * kv.head,
                        plan.pages.data(), plan.shape.page, dim};
     const int32_t* rows = plan.order.data() + unit.row;
-    const vf scale = set1(ask.scale);
     for (int vec = 0; vec < unit.rows * group; vec++) {
         const float* q = ask.q + rows[vec / group] * ask.q_stride;
-        q += (h * group + vec % group) * dim;
-        for (int64_t d = 0; d < dim; d += LANES)
-            store(scratch.q + vec * WIDE + d, load(q + d) * scale);
+        take_query<P>(q + (h * group + vec % group) * dim, set1(ask.scale), vec, dim, scratch);
     }
     for (int n = unit.part; n < unit.part + unit.parts; n++) {
         const int split = plan.parts[n].split;
-        attend_part(plan, unit, plan.parts[n], head, ask.softcap, scratch);
+        attend_part<P>(plan, unit, plan.parts[n], head, ask.softcap, scratch);
         for (int vec = 0; vec < unit.rows * group; vec++) {
             int32_t row = rows[vec / group];
             int first = plan.first_split(row), last = plan.position[row] / SPLIT;
@@ -277,22 +311,15 @@ void merge(Plan& plan, int32_t row, int head, const Request& ask) {
     finish(ask.out + row * ask.out_stride + head * dim, o, total.l[head], dim);
 }
 
-}  // namespace
-
-int64_t scratch_floats(int64_t vectors) { return Scratch::size(vectors); }
-
-void attend(Plan& plan, Team& team, int tid, const KvLayer& kv, const float* q, int64_t q_stride,
-            float* out, int64_t out_stride, float scale, float softcap) {
-    const Request ask{q, q_stride, out, out_stride, scale, softcap};
+template <bool P, class T>
+FS_NOINLINE void attend_all(Plan& plan, Team& team, int tid, const KvLayer& kv,
+                            const Request& ask) {
     const int heads = plan.shape.kv_heads, group = plan.shape.group;
-    const Scratch scratch(plan.scratch.data() + tid * scratch_floats(plan.vectors), plan.vectors);
-    for (int task; (task = team.take()) < int(plan.units.size()) * heads;) {
-        const Unit& unit = plan.units[task / heads];
-        if (kv.bf16)
-            attend_unit<uint16_t>(plan, unit, task % heads, kv, ask, scratch);
-        else
-            attend_unit<float>(plan, unit, task % heads, kv, ask, scratch);
-    }
+    const int64_t dim = plan.shape.dim;
+    const Scratch scratch(plan.scratch.data() + tid * scratch_floats(plan.vectors, dim),
+                          plan.vectors, dim);
+    for (int task; (task = team.take()) < int(plan.units.size()) * heads;)
+        attend_unit<P, T>(plan, plan.units[task / heads], task % heads, kv, ask, scratch);
     team.barrier();
     if (plan.cut_rows.empty()) return;
     const int merges = int(plan.cut_rows.size()) * heads;
@@ -300,6 +327,28 @@ void attend(Plan& plan, Team& team, int tid, const KvLayer& kv, const float* q, 
         for (int g = 0; g < group; g++)
             merge(plan, plan.cut_rows[task / heads], task % heads * group + g, ask);
     team.barrier();
+}
+
+}  // namespace
+
+int64_t scratch_floats(int64_t vectors, int64_t dim) {
+    return Scratch(nullptr, vectors, dim).floats;
+}
+
+void attend(Plan& plan, Team& team, int tid, const KvLayer& kv, const float* q, int64_t q_stride,
+            float* out, int64_t out_stride, float scale, float softcap) {
+    const Request ask{q, q_stride, out, out_stride, scale, softcap};
+    if (kv.paired) {
+        FlushDenormals flush;
+#if defined(__AMX_BF16__)
+        Tiles tiles;
+#endif
+        attend_all<true, uint16_t>(plan, team, tid, kv, ask);
+    } else if (kv.bf16) {
+        attend_all<false, uint16_t>(plan, team, tid, kv, ask);
+    } else {
+        attend_all<false, float>(plan, team, tid, kv, ask);
+    }
 }
 
 }  // namespace fs

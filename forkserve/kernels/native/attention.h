@@ -84,10 +84,12 @@ struct Plan {
 };
 
 // Floats that a thread needs for units of so many query vectors.
-int64_t scratch_floats(int64_t vectors);
+int64_t scratch_floats(int64_t vectors, int64_t dim);
 
 // Softmax(scale * q K^T, capped by softcap * tanh(x / softcap) if softcap > 0) V of every row.
 // q: n rows of kv_heads * group * dim floats, rotated, q_stride floats apart; out likewise.
+// With kv.paired the operands of both products are bfloat16: scaled queries and exponentials are
+// rounded, and sums have the order of bf16.h, over dimensions and over absolute positions.
 // Called by every thread of a team of `shape.threads`, right after a barrier that follows the
 // writing of K and V; ends with a barrier.
 void attend(Plan& plan, Team& team, int tid, const KvLayer& kv, const float* q, int64_t q_stride,

@@ -33,7 +33,10 @@ _MEMORY = 7
 
 
 class Pool(ctypes.Structure):
-    """KV of all layers in memory; see kv.h.  rows: of one head, with the scratch rows."""
+    """KV of all layers in memory; see kv.h.  rows: of one head, with the scratch rows.
+
+    paired: attention rounds its other operands to bfloat16 too.
+    """
 
     _fields_ = [
         ("base", ctypes.c_void_p),
@@ -43,6 +46,7 @@ class Pool(ctypes.Structure):
         ("page", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("bf16", ctypes.c_int64),
+        ("paired", ctypes.c_int64),
     ]
 
 

@@ -1,9 +1,12 @@
 // The two products of attention in register tiles: scores of keys, and values weighted by them.
+// `Paired` ones have the order of bf16.h, over dimensions and over absolute positions.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "attention.h"
+#include "bf16.h"
 
 namespace fs {
 namespace {
@@ -23,7 +26,12 @@ constexpr int SCORES = SPLIT + LANES;  // and from one row of scores to the next
 #define FS_NOINLINE __attribute__((noinline))
 #define FS_UNROLL _Pragma("GCC unroll 8")
 
-constexpr int widest(int rows) { return rows * 4 <= TILE ? 4 : rows * 2 <= TILE ? 2 : 1; }
+// Paired products hold three sums for one.
+constexpr int tile_of(bool paired) { return paired ? TILE / 3 : TILE; }
+constexpr int rows_of(bool paired) { return std::min(ROWS, tile_of(paired)); }
+constexpr int widest(bool paired, int rows) {
+    return rows * 4 <= tile_of(paired) ? 4 : rows * 2 <= tile_of(paired) ? 2 : 1;
+}
 
 FS_INLINE vf load_kv(const float* p) { return load(p); }
 FS_INLINE vf load_kv(const uint16_t* p) { return load_bf16(p); }
@@ -52,13 +60,54 @@ FS_NOINLINE void qk(const float* q, const T* const* block, int64_t step, int64_t
         FS_UNROLL for (int b = 0; b < NB; b++) store(scores + r * SCORES + b * LANES, sum[r][b]);
 }
 
-template <int RB, int NB, class T>
+// The same in pairs: q is rounded, denormal numbers are flushed.
+template <int RB, int NB>
+FS_NOINLINE void qk_paired(const float* q, const uint16_t* const* block, int64_t step, int64_t dim,
+                           float* scores) {
+    vf total[RB][NB];
+    const uint16_t* k[NB];
+    FS_UNROLL for (int b = 0; b < NB; b++) k[b] = block[b];
+    FS_UNROLL for (int r = 0; r < RB; r++)
+        FS_UNROLL for (int b = 0; b < NB; b++) total[r][b] = zero();
+    for (int64_t first = 0; first < dim; first += PAIRED) {
+        vf even[RB][NB], odd[RB][NB];
+        FS_UNROLL for (int r = 0; r < RB; r++)
+            FS_UNROLL for (int b = 0; b < NB; b++) even[r][b] = odd[r][b] = zero();
+        const int64_t end = std::min(first + PAIRED, dim);
+        for (int64_t d = first; d < end; d += 2) {
+            vf x[NB], y[NB];
+            FS_UNROLL for (int b = 0; b < NB; b++) {
+                x[b] = load_bf16(k[b]);
+                y[b] = load_bf16(k[b] + step);
+                k[b] += 2 * step;
+            }
+            FS_UNROLL for (int r = 0; r < RB; r++) {
+                vf one = set1(q[r * WIDE + d]), two = set1(q[r * WIDE + d + 1]);
+                FS_UNROLL for (int b = 0; b < NB; b++) {
+                    even[r][b] = fma(one, x[b], even[r][b]);
+                    odd[r][b] = fma(two, y[b], odd[r][b]);
+                }
+            }
+        }
+        FS_UNROLL for (int r = 0; r < RB; r++)
+            FS_UNROLL for (int b = 0; b < NB; b++)
+                total[r][b] = total[r][b] + (even[r][b] + odd[r][b]);
+    }
+    FS_UNROLL for (int r = 0; r < RB; r++)
+        FS_UNROLL for (int b = 0; b < NB; b++) store(scores + r * SCORES + b * LANES, total[r][b]);
+}
+
+template <bool P, int RB, int NB, class T>
 void qk_rows(const float* q, const T* const* block, int n, int64_t step, int64_t dim,
              float* scores) {
-    for (; n >= NB; n -= NB, block += NB, scores += NB * LANES)
-        qk<RB, NB>(q, block, step, dim, scores);
+    for (; n >= NB; n -= NB, block += NB, scores += NB * LANES) {
+        if constexpr (P)
+            qk_paired<RB, NB>(q, block, step, dim, scores);
+        else
+            qk<RB, NB>(q, block, step, dim, scores);
+    }
     if constexpr (NB > 1)
-        if (n) qk_rows<RB, NB / 2>(q, block, n, step, dim, scores);
+        if (n) qk_rows<P, RB, NB / 2>(q, block, n, step, dim, scores);
 }
 
 // Consecutive rows of V.
@@ -90,27 +139,88 @@ FS_NOINLINE void pv(const float* p, const Stretch<T>* stretch, int n, int64_t at
         FS_UNROLL for (int b = 0; b < NB; b++) store(o + r * WIDE + b * LANES, sum[r][b]);
 }
 
-template <int RB, int NB, class T>
-void pv_rows(const float* p, const Stretch<T>* stretch, int n, int64_t at, int64_t dim, float* o) {
-    for (; dim - at >= NB * LANES; at += NB * LANES)
-        pv<RB, NB>(p, stretch, n, at, dim, o + at);
-    if constexpr (NB > 1)
-        if (at < dim) pv_rows<RB, NB / 2>(p, stretch, n, at, dim, o);
+// The same in pairs.  o is [total, even, odd], `plane` floats apart: sums of a block of positions
+// that an item leaves unfinished are there for the next one.  `position`: of the first row.
+template <int RB, int NB>
+FS_NOINLINE void pv_paired(const float* p, const Stretch<uint16_t>* stretch, int n, int position,
+                           int64_t at, int64_t dim, float* o, int64_t plane) {
+    vf total[RB][NB], even[RB][NB], odd[RB][NB];
+    FS_UNROLL for (int r = 0; r < RB; r++)
+        FS_UNROLL for (int b = 0; b < NB; b++) {
+            const float* from = o + r * WIDE + b * LANES;
+            total[r][b] = load(from);
+            even[r][b] = load(from + plane);
+            odd[r][b] = load(from + 2 * plane);
+        }
+    auto add = [&](vf(&sum)[RB][NB], const uint16_t* v) {
+        vf x[NB];
+        FS_UNROLL for (int b = 0; b < NB; b++) x[b] = load_bf16(v + b * LANES);
+        FS_UNROLL for (int r = 0; r < RB; r++) {
+            vf y = set1(p[r * SCORES]);
+            FS_UNROLL for (int b = 0; b < NB; b++) sum[r][b] = fma(y, x[b], sum[r][b]);
+        }
+    };
+    for (int i = 0; i < n; i++) {
+        const uint16_t* v = stretch[i].v + at;
+        for (int j = stretch[i].rows; j > 0; j--, p++, v += dim, position++) {
+            if (position % PAIRED == 0)
+                FS_UNROLL for (int r = 0; r < RB; r++)
+                    FS_UNROLL for (int b = 0; b < NB; b++) {
+                        total[r][b] = total[r][b] + (even[r][b] + odd[r][b]);
+                        even[r][b] = odd[r][b] = zero();
+                    }
+            if (position % 2)
+                add(odd, v);
+            else
+                add(even, v);
+        }
+    }
+    FS_UNROLL for (int r = 0; r < RB; r++)
+        FS_UNROLL for (int b = 0; b < NB; b++) {
+            float* to = o + r * WIDE + b * LANES;
+            store(to, total[r][b]);
+            store(to + plane, even[r][b]);
+            store(to + 2 * plane, odd[r][b]);
+        }
 }
 
-// call(first, constant number of rows) over groups of at most ROWS, as even as can be.
-template <class Call>
+// What pv_paired left unfinished joins the totals of n vectors.
+inline void settle(float* o, int n, int64_t dim, int64_t plane) {
+    for (int r = 0; r < n; r++, o += WIDE)
+        for (int64_t d = 0; d < dim; d += LANES) {
+            store(o + d, load(o + d) + (load(o + plane + d) + load(o + 2 * plane + d)));
+            store(o + plane + d, zero());
+            store(o + 2 * plane + d, zero());
+        }
+}
+
+template <bool P, int RB, int NB, class T>
+void pv_rows(const float* p, const Stretch<T>* stretch, int n, int position, int64_t at,
+             int64_t dim, float* o, int64_t plane) {
+    for (; dim - at >= NB * LANES; at += NB * LANES) {
+        if constexpr (P)
+            pv_paired<RB, NB>(p, stretch, n, position, at, dim, o + at, plane);
+        else
+            pv<RB, NB>(p, stretch, n, at, dim, o + at);
+    }
+    if constexpr (NB > 1)
+        if (at < dim) pv_rows<P, RB, NB / 2>(p, stretch, n, position, at, dim, o, plane);
+}
+
+// call(first, constant number of rows) over groups of at most MOST, as even as can be.
+template <int MOST, class Call>
 FS_INLINE void grouped(int rows, Call call) {
-    int groups = (rows + ROWS - 1) / ROWS;
+    int groups = (rows + MOST - 1) / MOST;
     for (int i = 0; i < groups; i++) {
         int first = rows * i / groups;
-        switch (rows * (i + 1) / groups - first) {
-            case 1: call(first, std::integral_constant<int, 1>()); break;
-            case 2: call(first, std::integral_constant<int, 2>()); break;
-            case 3: call(first, std::integral_constant<int, 3>()); break;
-            case 4: call(first, std::integral_constant<int, 4>()); break;
-            case 5: call(first, std::integral_constant<int, 5>()); break;
-            case 6: call(first, std::integral_constant<int, 6>()); break;
+        int count = rows * (i + 1) / groups - first;
+        if (count == 1) call(first, std::integral_constant<int, 1>());
+        if (count == 2) call(first, std::integral_constant<int, 2>());
+        if constexpr (MOST > 2) {
+            if (count == 3) call(first, std::integral_constant<int, 3>());
+            if (count == 4) call(first, std::integral_constant<int, 4>());
+            if (count == 5) call(first, std::integral_constant<int, 5>());
+            if (count == 6) call(first, std::integral_constant<int, 6>());
         }
     }
 }

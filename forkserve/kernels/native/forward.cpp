@@ -15,6 +15,7 @@ namespace {
 // each; beyond it every thread takes blocks of rows through all products between two attentions.
 constexpr int SHARED_ROWS = 48;
 constexpr int BLOCK_ROWS = 64;
+constexpr int PAIRED_ROWS = 128;  // with weights in bfloat16, whose products go faster
 // Up to this many rows every thread makes the input of a product for itself, without a barrier.
 constexpr int PRIVATE_ROWS = 8;
 constexpr int HEAD_ROWS = 128;  // rows of one pass over the head: their input stays in cache
@@ -42,9 +43,11 @@ class Buffer {
 
 // Where inputs and intermediate results of a block of rows stand.
 struct Desk {
-    Buffer<float> input, gate, up, added;
+    Buffer<float> input, gate, up, added, rounded;
 
     void reserve(const Model& m, int64_t rows) {
+        int64_t widest = std::max({m.hidden, m.ffn, m.heads * m.dim});
+        if (takes_ready(m.head)) rounded.reserve(ready_floats(rows, widest));
         input.reserve(rows * m.hidden);
         gate.reserve(rows * m.ffn);
         up.reserve(rows * m.ffn);
@@ -61,8 +64,9 @@ class Forward {
     void run(const Call& call) {
         int threads = team_.size();
         bool shared = call.n <= SHARED_ROWS * threads;
-        int64_t waves = (call.n + threads * BLOCK_ROWS - 1) / (threads * BLOCK_ROWS);
-        block_ = shared ? call.n : ((call.n + waves * threads - 1) / (waves * threads) + 7) / 8 * 8;
+        int64_t most = threads * (takes_ready(m_.head) ? PAIRED_ROWS : BLOCK_ROWS);
+        int64_t parts = (call.n + most - 1) / most * threads;
+        block_ = shared ? call.n : ((call.n + parts - 1) / parts + 15) / 16 * 16;
         x_.reserve(call.n * m_.hidden);
         qkv_.reserve(call.n * columns());
         attended_.reserve(call.n * m_.heads * m_.dim);
@@ -94,7 +98,21 @@ class Forward {
     void share_rows(Hands by, int64_t count, Body body) {
         share(by, count, std::max<int64_t>(1, count / (4 * team_.size())), body);
     }
-    // y (+)= w x for `count` rows, all columns; after(begin, end): the panels just done.
+    // x as products with `w` take it.
+    const float* prepared(Hands by, const Packed& w, const float* x, int64_t count) {
+        if (!takes_ready(w)) return x;
+        bool apart = by.alone || count <= PRIVATE_ROWS;
+        float* out = apart ? desks_[by.tid].rounded : desk(by).rounded;
+        auto fill = [&](int64_t begin, int64_t end) {
+            ready(x, (int)count, (int)begin, (int)end, w.k, out);
+        };
+        if (apart)
+            fill(0, count);
+        else
+            share_rows(by, count, fill);
+        return out;
+    }
+    // y (+)= w x for `count` prepared rows, all columns; after(begin, end): the panels just done.
     template <class After>
     void product(Hands by, const Packed& w, const float* x, int64_t count, float* y, bool add,
                  After after) {
@@ -105,7 +123,7 @@ class Forward {
         });
     }
     void product(Hands by, const Packed& w, const float* x, int64_t count, float* y, bool add) {
-        product(by, w, x, count, y, add, [](int64_t, int64_t) {});
+        product(by, w, prepared(by, w, x, count), count, y, add, [](int64_t, int64_t) {});
     }
 
     // `count` normed rows [hidden] as the input of a product; from(row) is where one stands.
@@ -183,7 +201,7 @@ class Forward {
         float* x = x_ + first * m_.hidden;
         residual(by, layer.out, attended_ + first * m_.heads * m_.dim, count, layer.post_attn_norm,
                  x);
-        const float* h = normed(by, count, layer.ffn_norm, x);
+        const float* h = prepared(by, layer.gate, normed(by, count, layer.ffn_norm, x), count);
         float *gate = desk(by).gate, *up = desk(by).up;
         product(by, layer.gate, h, count, gate, false, [&](int64_t begin, int64_t end) {
             linear(layer.up, h, m_.hidden, (int)count, (int)begin, (int)end, up, m_.ffn, false);
@@ -202,6 +220,7 @@ class Forward {
             const float* x = normed_rows(by, count, m_.final_norm,
                                          [&](int64_t row) { return x_ + from[row] * e; });
             float* logits = call.logits + first * v;
+            x = prepared(by, m_.head, x, count);
             product(by, m_.head, x, count, logits, false, [&](int64_t begin, int64_t end) {
                 int64_t low = begin * PANEL, high = std::min(end * PANEL, v);
                 if (m_.final_softcap)

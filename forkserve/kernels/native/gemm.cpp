@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "bf16.h"
+#include "gemm_bf16.h"
 #include "threads.h"
 
 namespace fs {
@@ -24,12 +26,6 @@ struct Float32 {
     FS_INLINE static vf load_weight(const float* p) { return load(p); }
     FS_INLINE static vf join(vf total, vf sum, const float*, int) { return total + sum; }
 };
-struct Bfloat16 {
-    using Weight = uint16_t;
-    static constexpr int BLOCK = 192, BYTES = BLOCK * PANEL * 2;
-    FS_INLINE static vf load_weight(const uint16_t* p) { return load_bf16(p); }
-    FS_INLINE static vf join(vf total, vf sum, const uint16_t*, int) { return total + sum; }
-};
 struct Int8 {
     using Weight = int8_t;
     static constexpr int BLOCK = I8_BLOCK, BYTES = BLOCK * PANEL + PANEL * 2;
@@ -43,25 +39,6 @@ struct Int8 {
 template <class Kind>
 FS_INLINE const typename Kind::Weight* block_of(const void* panel, int64_t number) {
     return (const typename Kind::Weight*)((const char*)panel + number * Kind::BYTES);
-}
-
-FS_INLINE void finish(float* y, vf sum, const float* bias, int valid, bool add) {
-    if (bias) sum = sum + load(bias);
-    if (valid >= LANES) {
-        store(y, add ? load(y) + sum : sum);
-    } else if (valid > 0) {
-        store_part(y, add ? load_part(y, valid) + sum : sum, valid);
-    }
-}
-
-// Weights are read once, from end to end, and each takes so many instructions that the processor's
-// own read-ahead stays short: without this a pass of few rows runs at a third of the memory's rate.
-constexpr int AHEAD = 3072;  // bytes
-
-template <int BYTES>
-FS_INLINE void fetch(const void* weights) {
-    for (int at = AHEAD; at < AHEAD + BYTES; at += 64)
-        __builtin_prefetch((const char*)weights + at);
 }
 
 // R rows by V vectors of one panel, from its output `at` on.
@@ -143,20 +120,6 @@ void product(const Packed& w, const float* x, int64_t x_stride, int rows, int be
     }
 }
 
-uint16_t to_bf16(float x) {  // to nearest, ties to even; a NaN stays one
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    if (x != x) return (uint16_t)(bits >> 16) | 0x40;
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-float from_bf16(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
 // One block of one output: integers round(w / scale) in -127..127, scale = max |w| / 127 rounded
 // to bfloat16 first.
 void pack_block(const float* w, int count, int lane, int8_t* block) {
@@ -181,19 +144,14 @@ void pack_panel(int kind, const float* w, int rows, int64_t k, void* data) {
                            (int8_t*)data + i / I8_BLOCK * Int8::BYTES);
         return;
     }
+    if (kind == BF16) return bf16_pack_panel(w, rows, k, (uint16_t*)data);
     for (int64_t i = 0; i < k; i++)
-        for (int r = 0; r < rows; r++) {
-            float value = w[r * k + i];
-            if (kind == F32)
-                ((float*)data)[i * PANEL + r] = value;
-            else
-                ((uint16_t*)data)[i * PANEL + r] = to_bf16(value);
-        }
+        for (int r = 0; r < rows; r++) ((float*)data)[i * PANEL + r] = w[r * k + i];
 }
 
 int64_t panel_bytes(int kind, int64_t k) {
     if (kind == I8) return panel_bytes<Int8>(k);
-    return kind == F32 ? panel_bytes<Float32>(k) : panel_bytes<Bfloat16>(k);
+    return kind == F32 ? panel_bytes<Float32>(k) : bf16_panel_bytes(k);
 }
 
 }  // namespace
@@ -201,11 +159,10 @@ int64_t panel_bytes(int kind, int64_t k) {
 void unpack_row(const Packed& w, int64_t index, float* out) {
     const char* panel = (const char*)w.data + index / PANEL * panel_bytes(w.kind, w.k);
     int64_t lane = index % PANEL;
+    if (w.kind == BF16) return bf16_unpack((const uint16_t*)panel, lane, w.k, out);
     for (int64_t i = 0; i < w.k; i++) {
         if (w.kind == F32) {
             out[i] = ((const float*)panel)[i * PANEL + lane];
-        } else if (w.kind == BF16) {
-            out[i] = from_bf16(((const uint16_t*)panel)[i * PANEL + lane]);
         } else {
             const char* block = panel + i / I8_BLOCK * Int8::BYTES;
             uint16_t scale;
@@ -220,7 +177,7 @@ void linear(const Packed& w, const float* x, int64_t x_stride, int rows, int beg
     if (w.kind == F32)
         product<Float32>(w, x, x_stride, rows, begin, end, y, y_stride, add);
     else if (w.kind == BF16)
-        product<Bfloat16>(w, x, x_stride, rows, begin, end, y, y_stride, add);
+        bf16_linear(w, x, rows, begin, end, y, y_stride, add);
     else
         product<Int8>(w, x, x_stride, rows, begin, end, y, y_stride, add);
 }
@@ -250,6 +207,12 @@ int fs_pack(int kind, const float* w, int64_t n, int64_t k, void* data, int thre
 int fs_linear(const fs::Packed* w, const float* x, int64_t m, float* y, int threads) {
     try {
         fs::Team team(threads);
+        std::vector<float> rounded;
+        if (fs::takes_ready(*w)) {
+            rounded.resize(fs::ready_floats(m, w->k));
+            fs::ready(x, (int)m, 0, (int)m, w->k, rounded.data());
+            x = rounded.data();
+        }
         team.run([&](int) {
             for (int p; (p = team.take()) < w->panels();)
                 fs::linear(*w, x, w->k, (int)m, p, p + 1, y, w->n, false);

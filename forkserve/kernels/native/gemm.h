@@ -2,8 +2,9 @@
 //
 // Lanes of a vector are distinct outputs, and k runs from 0 to K - 1 in blocks of a fixed size: an
 // output's bits depend on its row of x and its row of w alone, whatever the number of rows, how
-// they are tiled, the instruction set or the number of threads.  x is float32 throughout: integers
-// with one scale a row or a block for x too would cost three times the accuracy.
+// they are tiled, the instruction set or the number of threads.  x is float32 but with weights in
+// bfloat16, where it is rounded to the same; integers with one scale a row or a block for x too would
+// cost three times the accuracy.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,8 @@ constexpr int I8_BLOCK = 32;  // weights of an output that share a scale
 enum Kind { F32 = 0, BF16 = 1, I8 = 2 };
 
 // Weights [n][k] as panels of 48 outputs, the last one padded with zeros:
-//   F32, BF16  [n/48][k][48]
+//   F32        [n/48][k][48]
+//   BF16       as of gemm_bf16.h, which has the products too
 //   I8         [n/48][k/32] blocks of [32][48] integers, then [48] scales in bfloat16; a weight is
 //              integer * scale.  The last block is padded with zeros.
 struct Packed {
@@ -33,10 +35,38 @@ struct Packed {
 // Row `index` of the weights as float32 [k]: the embedding of a token.
 void unpack_row(const Packed& w, int64_t index, float* out);
 
-// Outputs of panels [begin, end) for `rows` rows of x, x_stride floats apart:
+// Products with BF16 weights take their x made `ready`, the others as it is.
+FS_INLINE bool takes_ready(const Packed& w) { return w.kind == BF16; }
+// Memory for `rows` rows of k inputs made ready, in floats.
+int64_t ready_floats(int64_t rows, int64_t k);
+// Rows [begin, end) of the `rows` of x [rows][k].
+void ready(const float* x, int rows, int begin, int end, int k, float* out);
+
+// Outputs of panels [begin, end) for `rows` rows of x, x_stride floats apart unless made ready:
 // y[row][output] = product + bias, or += with `add`.
 void linear(const Packed& w, const float* x, int64_t x_stride, int rows, int begin, int end,
             float* y, int64_t y_stride, bool add);
+
+// Weights are read once, from end to end, and each takes so many instructions that the processor's
+// own read-ahead stays short: without this a pass of few rows runs at a third of the memory's rate.
+constexpr int AHEAD = 3072;  // bytes
+
+// Fetch what follows the next BYTES of weights.
+template <int BYTES>
+FS_INLINE void fetch(const void* weights) {
+    for (int at = AHEAD; at < AHEAD + BYTES; at += 64)
+        __builtin_prefetch((const char*)weights + at);
+}
+
+// 16 sums, of which `valid` are outputs, to y.
+FS_INLINE void finish(float* y, vf sum, const float* bias, int valid, bool add) {
+    if (bias) sum = sum + load(bias);
+    if (valid >= LANES) {
+        store(y, add ? load(y) + sum : sum);
+    } else if (valid > 0) {
+        store_part(y, add ? load_part(y, valid) + sum : sum, valid);
+    }
+}
 
 }  // namespace fs
 

@@ -4,17 +4,13 @@
 #include <cstring>
 
 #include "attention.h"
+#include "bf16.h"
 
 namespace fs {
 namespace {
 
 FS_INLINE void convert(float* to, float x) { *to = x; }
-FS_INLINE void convert(uint16_t* to, float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    bool nan = (bits & 0x7fffffff) > 0x7f800000;  // rounding up would make it another number
-    *to = nan ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
+FS_INLINE void convert(uint16_t* to, float x) { *to = to_bf16(x); }
 
 template <class T>
 void write(const Plan& plan, const KvLayer& kv, const float* k, const float* v, int64_t stride,

@@ -18,19 +18,20 @@ struct KvLayer {
     void* v;
     int64_t head;  // elements from one head to the next
     bool bf16;     // elements are bfloat16, rounded to nearest even when written; else float32
+    bool paired;   // operands of attention's products are bfloat16 too, as of bf16.h
 };
 
 // Mirrored by the ctypes structure in attention.py.
 struct KvPool {
     void* base;
     int64_t layers, kv_heads, dim, page, rows;  // rows: all of a head, with the scratch rows
-    int64_t bf16;                               // 1 or 0
+    int64_t bf16, paired;                       // 1 or 0; paired only with bf16
 
     int64_t element() const { return bf16 ? 2 : 4; }
     KvLayer layer(int64_t i) const {
         int64_t head = rows * dim;
         char* k = static_cast<char*>(base) + i * 2 * kv_heads * head * element();
-        return {k, k + kv_heads * head * element(), head, bf16 != 0};
+        return {k, k + kv_heads * head * element(), head, bf16 != 0, paired != 0};
     }
 };
 

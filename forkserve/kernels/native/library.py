@@ -15,11 +15,15 @@ __all__ = ["ABI", "Library", "available", "load", "supported"]
 ABI = 3  # raised with every change of an exported function or structure
 _FOLDER = Path(__file__).parent
 # Best first: what the processor must have, by the names of /proc/cpuinfo.
+_AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
 _NEEDS = {
-    "avx512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"},
+    "amx": {*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"},
+    "avx512": _AVX512,
     "avx2": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"},
     "neon": {"asimd"},
 }
+# Linux's names, of x86-64: SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA.
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 
 
 class Library(ctypes.CDLL):
@@ -31,7 +35,11 @@ class Library(ctypes.CDLL):
 def supported() -> list[str]:
     """Instruction sets that this processor has and that a library was built for, best first."""
     flags = _cpu_flags()
-    return [isa for isa, needs in _NEEDS.items() if needs <= flags and _file(isa).exists()]
+    return [
+        isa
+        for isa, needs in _NEEDS.items()
+        if needs <= flags and _file(isa).exists() and (isa != "amx" or _tiles_granted())
+    ]
 
 
 def available() -> str | None:
@@ -98,6 +106,21 @@ def _absent() -> str:
         "the native kernels were not built (no C++ compiler when the package was installed); "
         "reinstall with one, or run python hatch_build.py in a checkout"
     )
+
+
+@functools.cache
+def _tiles_granted() -> bool:
+    """Ask Linux for AMX's tiles, once for all threads and forks of this process.
+
+    A process must: their state is 8 KiB in every signal frame.  It may be refused, in a sandbox or
+    where a thread's alternate signal stack is too small.
+    """
+    try:
+        arch_prctl = ctypes.CDLL(None, use_errno=True).syscall
+    except (AttributeError, OSError):
+        return False
+    arch_prctl.argtypes = [ctypes.c_long] * 3
+    return bool(arch_prctl(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0)
 
 
 @functools.cache

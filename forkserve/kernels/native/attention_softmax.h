@@ -1,0 +1,91 @@
+// What becomes of scores: exponentials, and the folding of one split after another.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "bf16.h"
+
+namespace fs {
+namespace {
+
+constexpr float LOWEST = -INFINITY;
+
+// e^x for x <= 0, within 6e-5 of itself (Taylor's polynomial of degree 4, |r| <= ln(2)/2): what is
+// rounded to bfloat16 next needs no more.  0 below -87.3.
+FS_INLINE vf coarse_exp(vf x) {
+    vf n = round(x * set1(1.44269504088896341f));
+    vf r = fma(n, set1(-0.69314718056f), x);
+    vf p = fma(set1(1.0f / 24), r, set1(1.0f / 6));
+    p = fma(p, r, set1(0.5f));
+    p = fma(p, r, set1(1.0f));
+    p = fma(p, r, set1(1.0f));
+    return where_less(x, set1(-87.3f), zero(), p * exp2_whole(n));
+}
+
+// Scores of one row to exponentials; those outside [low, high) become 0 within [begin, end).
+// The sum runs over lanes of the absolute position, since `s` starts at a multiple of 16.
+// Paired, exponentials are rounded before they are summed, and go to `coarse` too if not null, with
+// zeros to the ends of the first and last block of positions.
+template <bool P>
+void softmax(float* s, int begin, int end, int low, int high, float softcap, float* top,
+             float* sum, uint16_t* coarse) {
+    const int first = low / LANES * LANES, last = (high + LANES - 1) / LANES * LANES;
+    if (softcap > 0) {
+        vf up = set1(softcap), down = set1(1.0f / softcap);
+        for (int i = first; i < last; i += LANES) store(s + i, up * tanh(load(s + i) * down));
+    }
+    std::fill(s + first, s + low, LOWEST);
+    std::fill(s + high, s + last, LOWEST);
+    vf peak = load(s + first);
+    for (int i = first + LANES; i < last; i += LANES) peak = max(peak, load(s + i));
+    *top = reduce_max(peak);
+    vf shift = set1(*top), total = zero();
+    for (int i = first; i < last; i += LANES) {
+        vf e = load(s + i) - shift;
+        if constexpr (!P) {
+            e = exp(e);
+        } else {
+            e = rounded(coarse_exp(e));
+            if (coarse) store_bf16(coarse + i, e);
+        }
+        total = total + e;
+        store(s + i, e);
+    }
+    if (P && coarse) {
+        const int from = begin / PAIRED * PAIRED, to = (end + PAIRED - 1) / PAIRED * PAIRED;
+        std::fill(coarse + from, coarse + std::max(first, from), 0);
+        std::fill(coarse + last, coarse + std::max(last, to), 0);
+    }
+    *sum = reduce_add(total);
+    if (begin < first) std::fill(s + begin, s + first, 0.0f);
+    if (end > last) std::fill(s + last, s + end, 0.0f);
+}
+
+FS_INLINE float exp1(float x) {
+    float lane[LANES];
+    store(lane, exp(set1(x)));
+    return lane[0];
+}
+
+// Fold the next split of a vector, (o, m, l), into what there is: values not normalised, the score
+// that scales them, the sum of exponentials.
+void fold(float* into, float* into_m, float* into_l, const float* o, float m, float l,
+          int64_t dim) {
+    float top = *into_m > m ? *into_m : m;
+    float mine = exp1(*into_m - top), other = exp1(m - top);
+    vf x = set1(mine), y = set1(other);
+    for (int64_t d = 0; d < dim; d += LANES)
+        store(into + d, fma(load(o + d), y, load(into + d) * x));
+    *into_l = std::fma(l, other, *into_l * mine);
+    *into_m = top;
+}
+
+// Adding 0 makes -0 the same as 0, which is all that masked keys of mates could change.
+void finish(float* out, const float* o, float l, int64_t dim) {
+    vf scale = set1(1.0f / l);
+    for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(o + d) * scale + zero());
+}
+
+}  // namespace
+}  // namespace fs
