@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -126,6 +127,14 @@ def reference(model: Any, tokens: list[int]) -> Any:
     """Hugging Face logits of every position, [n, V] numpy."""
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0].float().numpy()
+
+
+def assert_close(got: Any, want: Any) -> None:
+    """Rows of logits [n, V] whose error is below 1e-5 of their length: float32 on any processor."""
+    got, want = np.atleast_2d(got), np.atleast_2d(want)
+    assert got.shape == want.shape
+    error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert error.max() < 1e-5, f"row {error.argmax()} is off by {error.max():.1e} of its length"
 
 
 def tiny_config(**changes: Any) -> ForkServeConfig:

@@ -17,7 +17,7 @@ from forkserve.errors import BackendError, ConfigError
 from forkserve.kernels.native import library
 from forkserve.types import Batch, RowCopy, SampleSpec, SamplingParams, Span, Work
 
-from .conftest import VOCAB, Checkpoints, reference, tiny_config
+from .conftest import VOCAB, Checkpoints, assert_close, reference, tiny_config
 from .rig import Rig, greedy, kv_bytes, kv_rows
 
 
@@ -104,7 +104,7 @@ def test_row_copies_come_first_and_in_order(backend: LocalBackend, checkpoint: A
     work = Work("s", 1, [5], page_rows, context, Span("b", [11], page_rows, 1, 3), logits=True)
     result = backend.execute(Batch([work], copies)).results[0]
     want = reference(model, [*text, 5])[-1]
-    np.testing.assert_allclose(result.logits, want, atol=1e-4, rtol=0)
+    assert_close(result.logits, want)
     for row in (7 * page + 2, 7 * page + 6, 11 * page + 4):  # r rows moved, not P
         assert np.isnan(kv_rows(backend, row, 1)).all()
 

@@ -14,7 +14,7 @@ from forkserve.engine.local import LocalBackend
 from forkserve.engine.protocol import Tokenizer
 from forkserve.types import Batch, Work
 
-from .conftest import reference
+from .conftest import assert_close, reference
 from .rig import Rig, greedy
 
 pytestmark = pytest.mark.model
@@ -95,17 +95,17 @@ def test_parity(smollm2: LocalBackend, hugging_face: Any) -> None:
     want = reference(model, text)
     whole, chunked = rig.root(), rig.root()
     (got,) = rig.logits(rig.work(whole, text))
-    np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
+    assert_close(got, want)
     for low, high in ((0, 17), (17, 40), (40, 41), (41, len(text))):
         (got,) = rig.logits(rig.work(chunked, text[low:high]))
-        np.testing.assert_allclose(got, want[low:high], atol=1e-4, rtol=0)
+        assert_close(got, want[low:high])
     a, b = smollm2.tokenizer.encode("The winner is"), smollm2.tokenizer.encode("\n\ndef")
     left, right = rig.fork(whole), rig.fork(whole, 30)
     got_left, got_right = rig.logits(rig.work(left, a), rig.work(right, b))
     want = reference(model, text + a)[-len(a) :]
-    np.testing.assert_allclose(got_left, want, atol=1e-4, rtol=0)
+    assert_close(got_left, want)
     want = reference(model, text[:30] + b)[-len(b) :]
-    np.testing.assert_allclose(got_right, want, atol=1e-4, rtol=0)
+    assert_close(got_right, want)
 
 
 def test_children_beside_each_other_or_alone(smollm2: LocalBackend) -> None:
@@ -118,8 +118,8 @@ def test_children_beside_each_other_or_alone(smollm2: LocalBackend) -> None:
     fours = rig.logits(*works[:4]) + rig.logits(*works[4:])
     alone = [rig.logits(work)[0] for work in works]
     for a, b, c in zip(together, fours, alone, strict=True):
-        np.testing.assert_allclose(a, c, atol=1e-4, rtol=0)
-        np.testing.assert_allclose(b, c, atol=1e-4, rtol=0)
+        assert_close(a, c)
+        assert_close(b, c)
 
 
 def answer(backend: LocalBackend, question: str, limit: int = 16) -> str:
