@@ -27,9 +27,9 @@ from forkserve.adapters.langchain.replies import Call, Chunks, ain_time, in_time
 from forkserve.adapters.langchain.structured import Method, parser_for, response_format, with_raw
 from forkserve.adapters.sampling import SAMPLING, sampling_fields
 from forkserve.api import Engine
-from forkserve.control.values import whole
 from forkserve.errors import AdapterError, ConfigError
 from forkserve.types import SamplingParams
+from forkserve.values import whole
 
 __all__ = ["ChatForkServe"]
 
