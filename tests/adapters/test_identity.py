@@ -73,7 +73,10 @@ def engine(backend: LocalBackend, cold: LocalBackend) -> Iterator[Noting]:
         for prompt, params, generation in made.noted:
             handle = alone.open(prompt)
             again = alone.generate(handle.id, max(len(generation.tokens), 1), params=params)
-            assert list(generation.tokens) == list(again)[: len(generation.tokens)]
+            said, want = list(generation.tokens), list(again)[: len(generation.tokens)]
+            if said != want:
+                assert backend.info.extra["kernels"] != "native", (said, want)
+                near_tie(alone, prompt, params, said, want)
             alone.close(handle.id)
         made.check()
         for name in made.sessions():
@@ -84,6 +87,23 @@ def engine(backend: LocalBackend, cold: LocalBackend) -> Iterator[Noting]:
         LIVE.remove(made)
         made._loop.shutdown()  # the backends go on
         alone._loop.shutdown()
+
+
+def near_tie(
+    alone: Engine, prompt: list[int], params: SamplingParams, said: list[int], want: list[int]
+) -> None:
+    """Products of torch depend on the batch: a draw may fall on the other side of a bound.
+
+    Only a draw, which takes intervals in the order of ids: next to nothing lies between the two.
+    """
+    assert params.temperature, (said, want)
+    at = next(i for i, (a, b) in enumerate(zip(said, want, strict=True)) if a != b)
+    low, high = sorted((said[at], want[at]))
+    handle = alone.open([*prompt, *said[:at]])
+    mass = alone.choice_mass(handle.id, handle.tip, {str(i): [i] for i in range(low, high + 1)})
+    alone.close(handle.id)
+    between = 1.0 - mass[str(low)] - mass[str(high)]
+    assert between < 1e-3, (said, want, between)
 
 
 def height(mountain: str) -> str:
