@@ -355,3 +355,25 @@ def test_a_joined_branch_stands_alone_where_its_input_does() -> None:
     assert eng.generate(s, 4) == cold(text, 4, window=3)
     assert_rows_as_cold(eng, s)
     assert_nothing_left(eng)
+
+
+def test_nothing_goes_while_work_waits_above_other_work() -> None:
+    """The lower may take over a page whose rows the upper then computes again."""
+    eng = windowed(max_batch_tokens=P, prefill_chunk=P)
+    s = grown(eng, 3)
+    eng.commit(s, 1, range(60, 90))
+    eng.commit(s, 2, [8, 9])
+    root, before = node(eng, s, 1), node(eng, s, 1).floor
+    shared = 0
+    while core(eng).tasks:
+        tick(eng)
+        eng.check()
+        if len(core(eng).tasks) > 1:
+            shared += 1
+            assert root.floor == before
+    assert shared > 3
+    same(eng, s, 3, 5)
+    assert not root.segments
+    assert eng.stats().evicted_nodes == 0
+    assert_rows_as_cold(eng, s)
+    assert_nothing_left(eng)
