@@ -162,7 +162,9 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
         held = _grow(tree, node, last, begin, count)
         held.sealed, last.sealed = last.sealed, False
         return held
-    before = last if last is not None else _segment_at(node.parent, begin)
+    before = last
+    if last is None and begin <= node.alias_len:  # else its first rows were given back
+        before = _segment_at(node.parent, begin)
     rest = (begin - before.start) % size if before is not None else 0
     # A child that forked before this node had a row must not see its page: it would be written.
     seen = last is None and any(child.alias_len <= begin for child in node.children.values())

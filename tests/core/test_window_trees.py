@@ -377,3 +377,24 @@ def test_nothing_goes_while_work_waits_above_other_work() -> None:
     assert eng.stats().evicted_nodes == 0
     assert_rows_as_cold(eng, s)
     assert_nothing_left(eng)
+
+
+def test_a_branch_that_begins_again_takes_no_row_of_its_trunk() -> None:
+    """The trunk went on past the place where the branch left: those rows are of other tokens."""
+    pool = PagePool(16, P)
+    tree = ContextTree("s", pool, tail="pack")
+    root = tree.open_root([1] * 12, 0.0)
+    kid = tree.fork(root, "kid", [2] * 4, 0.0, alias_len=6)
+    tree.start_line(kid)
+    for begin, count in ((0, 6), (6, 6)):
+        settle(tree, reserve(tree, root, begin, count))
+    settle(tree, reserve(tree, kid, 6, 3))
+    kid.segments, gone, kid.floor = [], kid.segments, 9  # as `give_back` does with full pages
+    for segment in gone:
+        pool.decref(segment.pages)
+    assert missing(kid, kid.length) == [(kid, 9, 10)]
+    held = reserve(tree, kid, 9, 1)
+    assert not held.copies
+    settle(tree, held)
+    assert kid.kv_begin == kid.floor == 9
+    check_all(pool, [tree])
