@@ -162,7 +162,9 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
         held = _grow(tree, node, last, begin, count)
         held.sealed, last.sealed = last.sealed, False
         return held
-    before = last if last is not None else _segment_at(node.parent, begin)
+    before = last
+    if last is None and begin <= node.alias_len:  # else its first rows were given back
+        before = _segment_at(node.parent, begin)
     rest = (begin - before.start) % size if before is not None else 0
     # A child that forked before this node had a row must not see its page: it would be written.
     seen = last is None and any(child.alias_len <= begin for child in node.children.values())
@@ -277,12 +279,13 @@ def _grow(tree: ContextTree, node: Node, segment: Segment, begin: int, count: in
 def _begun(tree: ContextTree, node: Node) -> None:
     """A segment was begun: a first one, where the node's tokens begin, stands on the rows above.
 
-    Unless those were given back, which can only be if a row sees none but itself.
+    Unless those were given back, which can only be if a row sees none but itself.  What the parent
+    says does not count then: it may have lost count of rows that this node took over and gave back.
     """
     begin = node.kv_begin
     if len(node.segments) == 1 and begin <= node.alias_len:
-        above = node.parent is None or spans(tree, node.parent, begin)
-        node.floor = 0 if above else begin
+        stands = node.parent is None or (begin > node.floor and spans(tree, node.parent, begin))
+        node.floor = 0 if stands else begin
 
 
 def _watched(node: Node, segment: Segment) -> bool:

@@ -131,7 +131,8 @@ def lost(tree: ContextTree, node: Node, begin: int, window: int) -> list[Node]:
         missing(current, begin) or not in_reach(tree, current, begin, window)
     ):
         doomed.add(current)
-        begin, current = current.alias_len, current.parent
+        # A node without tokens replays a row that stands further up.
+        begin, current = min(begin, current.alias_len), current.parent
     for member in tree:  # parents come first
         if member.parent in doomed and (not member.segments or member.kv_begin > member.floor):
             doomed.add(member)

@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 
 from forkserve import Engine
+from forkserve.tree.invariants import check_all
+from forkserve.tree.node import Node
+from forkserve.tree.pool import PagePool
+from forkserve.tree.rows import missing, reserve, settle
+from forkserve.tree.tree import ContextTree
 from forkserve.tree.window import give_back, in_reach
-from forkserve.types import NodeMode, SamplingParams
+from forkserve.types import JoinPolicy, NodeMode, SamplingParams
 
 from .harness import (
     assert_nothing_left,
@@ -285,3 +290,111 @@ def test_a_window_of_one_row(tail: str) -> None:
         eng.check()
     assert_rows_as_cold(eng, s)
     assert_nothing_left(eng)
+
+
+def test_a_branch_without_tokens_replays_a_row_of_its_trunk() -> None:
+    """What the next row of a branch would read is there, but that row itself reads one more."""
+    eng = windowed()
+    s = grown(eng)
+    at = node(eng, s, 1).floor + WINDOW - 1
+    text = eng.tokens(s)
+    kid = eng.fork(s, 1, "kid", at=at)
+    eng.attempt(s, kid)
+    assert eng.generate(s, 4, node=kid) == cold(text[:at], 4, window=WINDOW)
+    for one in (kid, 1):
+        same(eng, s, one, 12)
+    assert_rows_as_cold(eng, s)
+    assert_nothing_left(eng)
+
+
+def test_a_node_goes_on_after_it_gave_back_what_it_took_over() -> None:
+    """Its parent counts those rows as missing; to the node they are none that it needs."""
+    pool = PagePool(16, P)
+    tree = ContextTree("s", pool, tail="pack")
+
+    def write(one: Node, begin: int, count: int) -> None:
+        settle(tree, reserve(tree, one, begin, count))
+        check_all(pool, [tree])
+
+    def below(parent: Node, count: int) -> Node:
+        child = tree.fork(parent, "commit", [1] * count, 0.0, NodeMode.COMMIT)
+        tree.move_tip(parent.line, child)
+        return child
+
+    root = tree.open_root([1] * 7, 0.0)
+    write(root, 0, 6)
+    give_back(tree, 1)
+    write(root, 6, 1)
+    middle = below(root, 3)
+    write(middle, 7, 2)
+    last = below(middle, 1)
+    write(last, 9, 1)
+    assert (last.kv_begin, middle.segments, root.segments) == (6, [], [])
+    assert give_back(tree, 1) == 1  # the page is full, and a row sees none but itself
+    assert missing(last, last.length) == [(last, 10, 11)]
+    write(last, 10, 1)
+    assert not missing(last, last.length)
+    assert last.floor == last.kv_begin == 10
+
+
+def test_a_joined_branch_stands_alone_where_its_input_does() -> None:
+    eng = engine({"window": 3}, tail="pack", prefix_index=False)
+    s = eng.open(range(20, 31)).id
+    eng.generate(s, 24, params=GO_ON)
+    kid = eng.fork(s, 1, "kid", [5] * 8)
+    eng.speculate(s, kid)
+    while eng.drain_slack():
+        eng.check()
+    assert node(eng, s, kid).kv_begin == node(eng, s, 1).floor == 32
+    with core(eng).lock:
+        core(eng).drop_rows(eng.tree(s), node(eng, s, 1))
+    joined = eng.join(s, [kid], JoinPolicy.CONCAT)
+    assert joined.tail == 0
+    eng.check()
+    text = eng.tokens(s)
+    assert eng.generate(s, 4) == cold(text, 4, window=3)
+    assert_rows_as_cold(eng, s)
+    assert_nothing_left(eng)
+
+
+def test_nothing_goes_while_work_waits_above_other_work() -> None:
+    """The lower may take over a page whose rows the upper then computes again."""
+    eng = windowed(max_batch_tokens=P, prefill_chunk=P)
+    s = grown(eng, 3)
+    eng.commit(s, 1, range(60, 90))
+    eng.commit(s, 2, [8, 9])
+    root, before = node(eng, s, 1), node(eng, s, 1).floor
+    shared = 0
+    while core(eng).tasks:
+        tick(eng)
+        eng.check()
+        if len(core(eng).tasks) > 1:
+            shared += 1
+            assert root.floor == before
+    assert shared > 3
+    same(eng, s, 3, 5)
+    assert not root.segments
+    assert eng.stats().evicted_nodes == 0
+    assert_rows_as_cold(eng, s)
+    assert_nothing_left(eng)
+
+
+def test_a_branch_that_begins_again_takes_no_row_of_its_trunk() -> None:
+    """The trunk went on past the place where the branch left: those rows are of other tokens."""
+    pool = PagePool(16, P)
+    tree = ContextTree("s", pool, tail="pack")
+    root = tree.open_root([1] * 12, 0.0)
+    kid = tree.fork(root, "kid", [2] * 4, 0.0, alias_len=6)
+    tree.start_line(kid)
+    for begin, count in ((0, 6), (6, 6)):
+        settle(tree, reserve(tree, root, begin, count))
+    settle(tree, reserve(tree, kid, 6, 3))
+    kid.segments, gone, kid.floor = [], kid.segments, 9  # as `give_back` does with full pages
+    for segment in gone:
+        pool.decref(segment.pages)
+    assert missing(kid, kid.length) == [(kid, 9, 10)]
+    held = reserve(tree, kid, 9, 1)
+    assert not held.copies
+    settle(tree, held)
+    assert kid.kv_begin == kid.floor == 9
+    check_all(pool, [tree])
