@@ -1,6 +1,7 @@
 """Kills children at every step, or at any moment, and checks what they leave.  Run as a program.
 
 It has no thread of its own, so it may fork: a round costs milliseconds instead of an interpreter.
+What a child would import on its way is imported here, or each of hundreds pays for it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy.ma
+import numpy.random  # noqa: F401
+
+import forkserve.store.mover  # noqa: F401
 from forkserve import Engine, ForkServeConfig
 from forkserve.engine import MockBackend
 from forkserve.errors import StoreError
