@@ -120,25 +120,27 @@ def test_kept_results_lack_no_field(path: Path) -> None:
         ResultOf.model_validate_json(json.dumps({**json.loads(text), "more": 1}))
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_control_plane(tmp_path: Path, name: str) -> None:
-    before = kept()
-    (result,) = quick(tmp_path, name)
-    check(result, name)
-    assert kept() == before, "a quick run must not overwrite results"
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(PLAIN, id="control_plane"),
+        pytest.param(ON_A_MODEL, id="on_a_tiny_model", marks=pytest.mark.slow),
+    ],
+)
+def test_quick_forms(tmp_path: Path, names: list[str]) -> None:
+    """One process for several: starting it takes longer than most of them.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_A_MODEL)
-def test_on_a_tiny_model(tmp_path: Path, name: str) -> None:
-    """No weights are needed: the quick form writes a random checkpoint of its own."""
-    for module in NEED_TORCH:
+    No weights are needed: those on a model write a random checkpoint of their own.
+    """
+    for module in NEED_TORCH if names is ON_A_MODEL else ():
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
     before = kept()
-    (result,) = quick(tmp_path, name)
-    check(result, name)
-    assert kept() == before
+    for name, result in zip(names, quick(tmp_path, *names), strict=True):
+        check(result, name)
+        if name == "pages":  # exact even in the quick form
+            assert [t["value"] for t in result["targets"] if "design" in t["what"]] == [0]
+    assert kept() == before, "a quick run must not overwrite results"
 
 
 def test_attention(tmp_path: Path) -> None:
@@ -151,11 +153,6 @@ def test_attention(tmp_path: Path) -> None:
     (result,) = quick(tmp_path, "attention")
     check(result, "attention")
     assert kept() == before
-
-
-def test_pages_are_exact_even_in_the_quick_form(tmp_path: Path) -> None:
-    (result,) = quick(tmp_path, "pages")
-    assert [t["value"] for t in result["targets"] if "design" in t["what"]] == [0]
 
 
 def test_charts_are_drawn(tmp_path: Path) -> None:

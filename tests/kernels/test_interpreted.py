@@ -15,10 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("triton")
 
 
+DEVICE = Path("tests") / "kernels" / "device"
+ENGINE = [str(DEVICE / f"test_{name}.py") for name in ("engine", "exact", "recording")]
+
+
 def run(tmp_path: Path, *arguments: str) -> set[str]:
-    """Run the folder in a process of its own; the kernels that it launched."""
+    """Run tests of the folder in a process of its own; the kernels that it launched."""
     place = tmp_path / "launched"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/kernels/device", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *arguments]
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
@@ -32,12 +36,20 @@ def run(tmp_path: Path, *arguments: str) -> set[str]:
     return set(place.read_text().split())
 
 
+@pytest.mark.slow
 def test_every_kernel_under_the_interpreter(tmp_path: Path) -> None:
     """A sample of the grid; none of the kernels that a scan of the package finds is left out."""
-    assert run(tmp_path) == {kernel.name for kernel in kernels()}
+    rest = (f"--ignore={path}" for path in ENGINE)
+    assert run(tmp_path, str(DEVICE), *rest) == {kernel.name for kernel in kernels()}
+
+
+@pytest.mark.slow
+def test_the_engine_under_the_interpreter(tmp_path: Path) -> None:
+    """Apart from the kernels alone, so that two workers share the minutes that both take."""
+    assert run(tmp_path, *ENGINE)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_whole_grid(tmp_path: Path) -> None:
-    run(tmp_path, "-m", "long")
+    run(tmp_path, str(DEVICE), "-m", "long")
