@@ -77,6 +77,7 @@ def test_without_a_gpu_nothing_runs() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_whole_of_it_on_a_fake_gpu(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     done = trial(tmp_path, "-k", "merging or guard")

@@ -33,5 +33,6 @@ def test_killed_at_every_step_nothing_committed_is_lost(tmp_path: Path) -> None:
     assert set(killed) == set(faults.POINTS), "a step was never reached"
 
 
+@pytest.mark.timeout(900)  # a minute alone, five beside a dozen other programs
 def test_killed_at_any_moment_two_hundred_times(tmp_path: Path) -> None:
     assert run(tmp_path, "random", 200)["random"] > 100
