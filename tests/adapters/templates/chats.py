@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -166,11 +167,17 @@ WORDS += ["tool", "call", "name", "argu", "ments", "content", "er", "on", "in", 
 MARKERS = ["<|im_start|>", "<|im_end|>", "<|pad|>", "<|eos|>"]
 
 
+@cache
+def compiled(source: str) -> ChatTemplate:
+    """Compiling takes longer than rendering, and a compiled template doesn't change."""
+    return ChatTemplate(source, {}, "here", MARKERS)
+
+
 class SeamTokenizer:
     """Bytes, four markers, and words that span the seams of templates (longest first)."""
 
     def __init__(self, source: str) -> None:
-        self._template = ChatTemplate(source, {}, "here", MARKERS)
+        self._template = compiled(source)
         words = sorted(WORDS, key=len, reverse=True)
         self._ids = {word: 260 + number for number, word in enumerate(words)}
         self._table = {i: word.encode() for word, i in self._ids.items()}
