@@ -136,6 +136,10 @@ def integrity(vault: Vault) -> list[str]:
         " (SELECT chunk FROM part)",
         "parts without a replica": "SELECT count(*) FROM part WHERE content NOT IN"
         " (SELECT content FROM replica)",
+        "parts whose places are wrong": "SELECT count(*) FROM part AS p WHERE EXISTS (SELECT 1 FROM"
+        " replica AS r WHERE r.content = p.content AND instr(',' || p.places || ',',"
+        " ',' || r.place || ',') = 0) OR (SELECT count(*) FROM replica AS r WHERE"
+        " r.content = p.content) != 1 + length(p.places) - length(replace(p.places, ',', ''))",
         "places whose total is wrong": "SELECT count(*) FROM place AS p WHERE (p.used, p.parts) !="
         " (SELECT coalesce(sum(used), 0), count(*) FROM replica WHERE place = p.name)",
         "nodes whose tokens are incomplete": "SELECT count(*) FROM node AS n WHERE n.tokens > 0"

@@ -265,6 +265,10 @@ def _distinct(places: Sequence[Depot]) -> None:
     for depot in places:
         if not isinstance(depot, Depot):
             raise ConfigError(f"{depot!r} is no place for chunks: give a URL or a Depot")
+        if not depot.place or "," in depot.place:
+            raise ConfigError(
+                f"a place called '{depot.place}' cannot be listed; give it a name without a comma"
+            )
         if depot.place in names:
             raise ConfigError(
                 f"two places are called '{depot.place}'; give each a name of its own: "
