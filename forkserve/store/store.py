@@ -120,9 +120,15 @@ class Store:
         except OSError as error:
             raise StoreError(f"cannot use {self.folder} as a store: {error}") from error
         self.catalog = Catalog(self.folder, role, full_sync=full_sync, force=force)
+        self.pace = Pace()
         try:
             self.vault = Vault(
-                self.catalog, [near, *places], format=format, lossy=lossy, sealer=self.sealer
+                self.catalog,
+                [near, *places],
+                format=format,
+                lossy=lossy,
+                sealer=self.sealer,
+                pace=self.pace,
             )
             self.budgets = {
                 place: Budget(self.vault, place, limit, self.policy)
@@ -130,7 +136,6 @@ class Store:
                 if limit is not None
             }
             self.vault.rooms.update({p: b.make_room for p, b in self.budgets.items()})
-            self.pace = Pace()
             self.publisher = Publisher(self.vault, queue, self.failed, self.meter, self.pace)
             self.memory = HostMemory(memory_bytes, self.policy) if memory_bytes else None
             self.restorer = Restorer(self.vault)
