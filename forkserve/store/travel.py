@@ -275,12 +275,29 @@ def _require_chains(
     """The chain of each node must be what the text of its path gives: KV is found by it."""
     tree = ContextTree(one["id"], PagePool(1, 16), tenant=one["tenant"], salt=salt)
     revive(tree, nodes, tips, one["next_node"], one["next_line"], 0.0)
+    _require_lines(one, tree)
     chains = {row["id"]: row["chain"] for row in one["node"]}
     known: dict[int, Kept] = {}
     for node in tree:
         kept = known[node.id] = keep(tree, node, known)
         if chains[node.id] != (kept.links[-1].hex() if kept.links else None):
             raise StoreError(f"the text of node {node.id} of '{one['id']}' does not give its chain")
+
+
+def _require_lines(one: dict[str, Any], tree: ContextTree) -> None:
+    """Each line is one path to its tip, and no line begins later under a number that is in use."""
+    name, most = one["id"], one["next_line"]
+    for line, tip in tree.tips.items():
+        if tip.line != line:
+            raise StoreError(f"node {tip.id} of '{name}', of line {tip.line}, ends line {line}")
+        if any(child.line == line for child in tip.children.values()):
+            raise StoreError(f"line {line} of '{name}' goes on after its tip {tip.id}")
+    for node in tree:
+        lines = [child.line for child in node.children.values()]
+        if len(set(lines)) < len(lines):
+            raise StoreError(f"node {node.id} of '{name}' has two children of one line")
+        if node.line >= most:
+            raise StoreError(f"node {node.id} of '{name}' is of line {node.line} of {most}")
 
 
 def enter_session(catalog: Catalog, db: sqlite3.Connection, one: dict[str, Any]) -> None:
