@@ -81,8 +81,10 @@ def export_bundle(
 
     A session goes with its tree and commits, and with those rows that were published.  The file
     appears whole or not at all.  Raises StoreError (unknown name or session, a chunk that is
-    damaged or not readable), OSError.
+    damaged or not readable, more text than a bundle holds), OSError.
     """
+    if not target.parent.is_dir():
+        raise StoreError(f"there is no directory {target.parent} to write {target.name} to")
     chosen, whole = list(dict.fromkeys(names)), list(dict.fromkeys(sessions))
     if not chosen and not whole:
         chosen = [str(r[0]) for r in vault.catalog.read("SELECT name FROM name")]
@@ -198,7 +200,8 @@ def import_bundle(
     A session is taken in by the owner of the store alone.  as_session: the id that it gets here, if
     the bundle holds exactly one; its names then stand for nodes of that.  Raises StoreError for a
     file that is no bundle, was changed, was cut off, or holds a name or a session that is taken
-    here for another text (nothing of it is visible then), ConfigError for what is no id.
+    here for another text, OSError when the disk fails (nothing of it is visible then), ConfigError
+    for what is no id.
     """
     if as_session is not None and not text("as_session", as_session):
         raise ConfigError("as_session='' is no id: leave it away, or give the session one")

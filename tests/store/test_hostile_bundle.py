@@ -221,7 +221,7 @@ def test_the_leftover_of_an_export_that_was_killed_is_in_nobodys_way(tmp_path: P
     with Store(tmp_path / "s", "shared") as store:
         export_bundle(store.vault, tmp_path / "bundle", sessions=["a"])
         text = (tmp_path / "bundle").read_bytes()
-        with pytest.raises(OSError, match="bundle"):
+        with pytest.raises(StoreError, match="there is no directory"):
             export_bundle(store.vault, tmp_path / "no" / "bundle", sessions=["a"])
         (tmp_path / "taken").mkdir()
         with pytest.raises(OSError, match="taken"):
