@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from forkserve.store import faults
 from forkserve.store.catalog import doomed
 from forkserve.store.lease import hold, let_go, tidy
-from forkserve.store.pace import breathe, paced
+from forkserve.store.pace import breathe, paced, restful
 from forkserve.store.vault import Vault
 
 __all__ = ["GRACE_S", "Swept", "collect", "delete_unnamed", "reachable"]
@@ -77,9 +77,21 @@ def collect(
     """Mark and sweep; nothing younger than `grace_s` seconds goes.
 
     A file or row from the future (the clock was set back) counts as young.  Raises OSError,
-    CatalogFault; what was swept before stays swept.
+    CatalogFault; what was swept before stays swept.  In a process with an engine it makes way for
+    passes (`Pace`).
     """
-    swept, limit = Swept(), _now(vault) - grace_s
+    with vault.pace.beside():
+        return _collect(vault, _now(vault) - grace_s, grace_s, dry_run, progress)
+
+
+def _collect(
+    vault: Vault,
+    limit: float,
+    grace_s: float,
+    dry_run: bool,
+    progress: Callable[[int, int], None] | None,
+) -> Swept:
+    swept = Swept()
     catalog = vault.catalog
     if not dry_run:
         with catalog.write() as db:
@@ -114,7 +126,7 @@ def collect(
         named = {row[0] for row in rows}
         files = [
             stat.key
-            for stat in depot.entries()
+            for stat in restful(depot.entries())
             if stat.key in gone or (stat.key not in named and stat.at <= limit)
         ]
         swept.orphans += sum(key not in gone for key in files)

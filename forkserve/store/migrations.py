@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["V2", "V3"]
+__all__ = ["V2", "V3", "V4"]
 
 V2 = """
 -- When the bytes of a replica were last hashed; the scrub takes the oldest first.
@@ -63,4 +63,37 @@ V3 = """
 -- that had to go for it was; NULL if nothing had to.  The choice can be made again from them.
 ALTER TABLE decision ADD COLUMN worth REAL;
 ALTER TABLE decision ADD COLUMN against REAL;
+"""
+
+V4 = """
+-- Names of the places where a part lies, with commas between: a look-up then reads no replica,
+-- whose rows are scattered over the file.  Kept by triggers of `replica`, which stays the truth.
+ALTER TABLE part ADD COLUMN places TEXT NOT NULL DEFAULT '';
+UPDATE part SET places =
+  coalesce((SELECT group_concat(place) FROM replica WHERE content = part.content), '');
+DROP TRIGGER replica_added;
+CREATE TRIGGER replica_added AFTER INSERT ON replica BEGIN
+  INSERT INTO place (name, used, parts) VALUES (new.place, new.used, 1)
+    ON CONFLICT (name) DO UPDATE SET used = used + new.used, parts = parts + 1;
+  UPDATE part SET places = iif(places = '', new.place, places || ',' || new.place)
+    WHERE content = new.content;
+END;
+DROP TRIGGER replica_gone;
+CREATE TRIGGER replica_gone AFTER DELETE ON replica BEGIN
+  UPDATE place SET used = used - old.used, parts = parts - 1 WHERE name = old.place;
+  UPDATE part SET places =
+    coalesce((SELECT group_concat(place) FROM replica WHERE content = old.content), '')
+    WHERE content = old.content;
+  DELETE FROM part WHERE content = old.content AND places = '';
+END;
+
+-- What tenants were charged in other stores, by the id of the store: as bundles from there said.
+-- A charge never shrinks, so of two that come from one store the larger is the later.
+CREATE TABLE bill (
+  tenant TEXT NOT NULL,
+  store TEXT NOT NULL,
+  charged REAL NOT NULL,
+  PRIMARY KEY (tenant, store)
+) STRICT, WITHOUT ROWID;
+INSERT INTO meta VALUES ('store', lower(hex(randomblob(16))));
 """

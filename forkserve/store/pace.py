@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -76,13 +76,25 @@ class Pace:
             self._change.notify_all()
 
     @contextmanager
-    def worker(self) -> Iterator[None]:
-        """What this thread does in the block is work in the background."""
-        _thread.pace, _thread.since = self, self._spent()
+    def worker(self, hurried: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """What this thread does in the block is work in the background.
+
+        hurried: asked before and during each rest; True says that somebody waits for this work now.
+        """
+        _thread.pace, _thread.since, _thread.hurried = self, self._spent(), hurried
         try:
             yield
         finally:
             _thread.pace = None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """The same for a caller's own thread, if an engine is open here; else there is no rest."""
+        if paced() or not self._watched:
+            yield
+        else:
+            with self.worker():
+                yield
 
     def rest(self) -> None:
         """Make up for what this thread has computed since its last rest."""
@@ -93,7 +105,7 @@ class Pace:
         _thread.since = spent
         with self._change:
             now = self._now()
-            if self._idle():
+            if self._idle() or _thread.hurried():
                 return
             # One account for all threads: what another has used up is waited for as well.
             self._free_at = max(now, self._free_at) + work * self._factor
@@ -106,6 +118,8 @@ class Pace:
                 if self._idle():
                     self._free_at = 0.0
                     return
+            if _thread.hurried():
+                return
 
     def _idle(self) -> bool:
         if self._now() < self._rushed_until:
@@ -129,7 +143,7 @@ def breathe() -> None:
         pace.rest()
 
 
-def restful(items: Sequence[T]) -> Iterator[T]:
+def restful(items: Iterable[T]) -> Iterator[T]:
     """Items one by one, with a place to rest every few hundred: a loop keeps the interpreter."""
     for number, item in enumerate(items):
         if number % 256 == 255:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from forkserve.store.chunks import ChunkFault, Header, parse_header
 from forkserve.store.depots.protocol import Depot
+from forkserve.store.pace import breathe
 from forkserve.store.vault import Vault
 
 __all__ = ["Report", "integrity", "rebuild", "verify"]
@@ -39,6 +40,12 @@ def rebuild(vault: Vault, progress: Progress | None = None) -> Report:
     OSError, CatalogFault.
     """
     report = Report()
+    with vault.pace.beside():
+        _adopt_files(vault, report, progress)
+    return report
+
+
+def _adopt_files(vault: Vault, report: Report, progress: Progress | None) -> None:
     for place, depot in vault.depots.items():
         stats = {stat.key: stat for stat in depot.entries()}
         batch: list[tuple[Header, int]] = []
@@ -58,10 +65,10 @@ def rebuild(vault: Vault, progress: Progress | None = None) -> Report:
         gone = [content for (content,) in rows if content not in stats or content in lost]
         vault.catalog.forget(place, gone)
         report.dangling += len(gone)
-    return report
 
 
 def _header(depot: Depot, key: str, report: Report) -> Header | None:
+    breathe()
     try:
         stat, data = depot.head(key, _HEAD)
         header = parse_header(data, stat.bytes)
@@ -102,7 +109,13 @@ def verify(vault: Vault, progress: Progress | None = None) -> Report:
     Raises OSError, CatalogFault.
     """
     report = Report()
-    report.problems = integrity(vault)
+    with vault.pace.beside():
+        report.problems = integrity(vault)
+        _hash_all(vault, report, progress)
+    return report
+
+
+def _hash_all(vault: Vault, report: Report, progress: Progress | None) -> None:
     for place, depot in vault.depots.items():
         rows = vault.catalog.read(
             "SELECT r.content, p.bytes FROM replica AS r JOIN part AS p USING (content)"
@@ -121,7 +134,6 @@ def verify(vault: Vault, progress: Progress | None = None) -> Report:
                 progress(number + 1, len(rows))
         named = {content for content, _ in rows}
         report.orphans += sum(stat.key not in named for stat in depot.entries())
-    return report
 
 
 def integrity(vault: Vault) -> list[str]:
@@ -136,6 +148,10 @@ def integrity(vault: Vault) -> list[str]:
         " (SELECT chunk FROM part)",
         "parts without a replica": "SELECT count(*) FROM part WHERE content NOT IN"
         " (SELECT content FROM replica)",
+        "parts whose places are wrong": "SELECT count(*) FROM part AS p WHERE EXISTS (SELECT 1 FROM"
+        " replica AS r WHERE r.content = p.content AND instr(',' || p.places || ',',"
+        " ',' || r.place || ',') = 0) OR (SELECT count(*) FROM replica AS r WHERE"
+        " r.content = p.content) != 1 + length(p.places) - length(replace(p.places, ',', ''))",
         "places whose total is wrong": "SELECT count(*) FROM place AS p WHERE (p.used, p.parts) !="
         " (SELECT coalesce(sum(used), 0), count(*) FROM replica WHERE place = p.name)",
         "nodes whose tokens are incomplete": "SELECT count(*) FROM node AS n WHERE n.tokens > 0"

@@ -10,12 +10,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from itertools import islice
 
 from forkserve.store.catalog import Found
 from forkserve.store.identity import Fingerprint
+from forkserve.store.pace import paced
 from forkserve.store.vault import Loaded, Vault
 
 __all__ = ["RestoreCost", "Restorer", "clock_ms"]
@@ -66,17 +67,27 @@ class RestoreCost:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A chunk that is being read, for one caller or several."""
+    """A chunk that is being read, for one caller or several.
+
+    calm: only threads of the background want it, so it makes way for passes.  taken: some thread
+    has begun with it.
+    """
 
     key: tuple[bytes, str]
-    future: Future[Loaded | None]
+    made: Fingerprint
+    found: Found
+    calm: bool
     users: int = 1
+    taken: bool = False
+    future: Future[Loaded | None] = field(default_factory=Future)
 
 
 class Restorer:
     """Loads chunks for any number of callers; a chunk that two want at once is read once.
 
     The nearest place has threads of its own: reads of a place that hangs hold up their like only.
+    So has what threads of the background ask for ahead of time: it is read at their pace, unless a
+    verb asks for the same chunk meanwhile.
     """
 
     def __init__(self, vault: Vault, threads: int = 2, far_threads: int = 4) -> None:
@@ -87,8 +98,14 @@ class Restorer:
         self.shared = 0  # chunks that somebody else was reading already
         self._vault = vault
         self._place = next(iter(vault.depots))  # the nearest
-        self._near = ThreadPoolExecutor(threads, thread_name_prefix="forkserve-restore")
-        self._far = ThreadPoolExecutor(far_threads, thread_name_prefix="forkserve-restore-far")
+        self._pools = {  # (near, calm) -> its threads
+            (near, calm): ThreadPoolExecutor(
+                threads if near else far_threads,
+                thread_name_prefix="forkserve-restore" + "-far" * (not near) + "-calm" * calm,
+            )
+            for near in (True, False)
+            for calm in (False, True)
+        }
         self._ahead = threads + 2
         self._flights: dict[tuple[bytes, str], _Flight] = {}
         self._lock = threading.Lock()
@@ -120,49 +137,57 @@ class Restorer:
                 self._leave(flight)
 
     def _start(self, made: Fingerprint, found: Found) -> _Flight:
-        key = (made.digest, found.content)
+        key, calm = (made.digest, found.content), paced()
         with self._lock:
             flight = self._flights.get(key)
-            if flight is not None:
+            new, hasten = flight is None, False
+            if flight is None:
+                self.reads += 1
+                flight = self._flights[key] = _Flight(key, made, found, calm)
+            else:
                 self.shared += 1
                 flight.users += 1
-                return flight
-            self.reads += 1
-            flight = self._flights[key] = _Flight(key, Future())
-        near = [place for place in found.places if place == self._place]
-        far = [place for place in found.places if place != self._place]
-        job = partial(self._read, flight.future, made, found)
-        try:
-            if near:
-                self._near.submit(job, near, far)
-            else:
-                self._far.submit(job, far, [])
-        except RuntimeError:  # closed meanwhile
-            flight.future.cancel()
-        # The callback must not hold the flight: as a cycle it would keep the chunk mapped.
-        flight.future.add_done_callback(lambda done: self._landed(key, done))
+                hasten = flight.calm and not calm
+                flight.calm = flight.calm and calm
+        if new or hasten:
+            self._submit(flight)
+        if new:
+            # The callback must not hold the flight: as a cycle it would keep the chunk mapped.
+            flight.future.add_done_callback(lambda done: self._landed(key, done))
         return flight
 
-    def _read(
-        self,
-        future: Future[Loaded | None],
-        made: Fingerprint,
-        found: Found,
-        places: Sequence[str],
-        further: Sequence[str],
-    ) -> None:
-        """Load from one of `places`, else leave it to a thread that may wait for the `further`."""
-        if not future.running() and not future.set_running_or_notify_cancel():
-            return
+    def _submit(self, flight: _Flight) -> None:
+        near = [place for place in flight.found.places if place == self._place]
+        far = [place for place in flight.found.places if place != self._place]
         try:
-            loaded = self._vault.load(made, found, places)
-            if loaded is None and further:
-                self._far.submit(self._read, future, made, found, further, [])
+            pool = self._pools[bool(near), flight.calm]
+            pool.submit(self._take, flight, near or far, far if near else [])
+        except RuntimeError:  # closed meanwhile
+            flight.future.cancel()
+
+    def _take(self, flight: _Flight, places: Sequence[str], further: Sequence[str]) -> None:
+        """Read a chunk, unless another thread has begun or nobody wants it any more."""
+        with self._lock:
+            if flight.taken:
                 return
+            flight.taken = True
+        if flight.future.set_running_or_notify_cancel():
+            self._read(flight, places, further)
+
+    def _read(self, flight: _Flight, places: Sequence[str], further: Sequence[str]) -> None:
+        """Load from one of `places`, else leave it to a thread that may wait for the `further`."""
+        rests = self._vault.pace.worker(lambda: not flight.calm) if flight.calm else nullcontext()
+        try:
+            with rests:
+                loaded = self._vault.load(flight.made, flight.found, places)
+            if loaded is None and further:
+                with suppress(RuntimeError):  # closed meanwhile: a miss
+                    self._pools[False, flight.calm].submit(self._read, flight, further, [])
+                    return
         except BaseException as error:
-            future.set_exception(error)
+            flight.future.set_exception(error)
         else:
-            future.set_result(loaded)
+            flight.future.set_result(loaded)
 
     def _leave(self, flight: _Flight) -> None:
         """One of those who asked has it, or does not want it any more."""
@@ -182,7 +207,7 @@ class Restorer:
 
     def close(self) -> None:
         """Wait for what is being read and end the threads.  Idempotent."""
-        for pool in (self._near, self._far):
+        for pool in self._pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             waiting = list(self._flights.values())

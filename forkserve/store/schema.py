@@ -13,13 +13,16 @@ from pathlib import Path
 
 from forkserve.errors import StoreError
 from forkserve.store import faults
-from forkserve.store.migrations import V2, V3
+from forkserve.store.migrations import V2, V3, V4
 
 __all__ = ["APPLICATION_ID", "FILE", "VERSION", "connect", "migrate", "version_of"]
 
 FILE = "catalog.db"
 APPLICATION_ID = 0x464B5631  # "FKV1"
 _BUSY_S = 30.0  # how long a statement waits for another process
+# KiB of pages that a connection keeps: what a look-up of a long chain reads is scattered over the
+# file.  Not a memory map: a disk that fails would end the process there, not the query.
+_CACHE_KIB = 16_384
 
 _V1 = """
 CREATE TABLE meta (
@@ -243,7 +246,7 @@ CREATE TABLE weights (
 """
 
 # MIGRATIONS[i] brings version i to i + 1.  A released one is never edited.
-MIGRATIONS: list[str | Callable[[sqlite3.Connection], None]] = [_V1, V2, V3]
+MIGRATIONS: list[str | Callable[[sqlite3.Connection], None]] = [_V1, V2, V3, V4]
 VERSION = len(MIGRATIONS)
 
 
@@ -266,6 +269,7 @@ def connect(
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA synchronous = {'FULL' if full_sync else 'NORMAL'}")
         db.execute("PRAGMA temp_store = MEMORY")
+        db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
         migrate(db)
         return _checked(db)
     except BaseException as error:
@@ -304,6 +308,7 @@ def _reader(path: Path) -> sqlite3.Connection:
         try:
             db.execute("PRAGMA user_version")
             db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+            db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             return db
         except sqlite3.Error as error:
             db.close()

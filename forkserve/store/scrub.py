@@ -38,10 +38,28 @@ def scrub(
 
     places: default the first one.  stop(seconds): sleeps, and says whether to end early.  Raises
     StoreError (unknown place), CatalogFault; a chunk that can't be read now is reported and stays.
+    In a process with an engine it makes way for passes (`Pace`).
     """
-    report, begin = Report(), time.monotonic()
-    wait = stop or _sleep
-    catalog = vault.catalog
+    report = Report()
+    with vault.pace.beside():
+        _places(vault, report, most_bytes, rate, places, stop or _sleep, progress)
+    if vault.catalog.role != "reader" and report.checked:
+        found = {"checked": report.checked, "bytes": report.bytes}
+        bad = {"damaged": len(report.faults), "missing": report.dangling}
+        vault.catalog.event("scrub", **found, **bad)
+    return report
+
+
+def _places(
+    vault: Vault,
+    report: Report,
+    most_bytes: int | None,
+    rate: float | None,
+    places: Sequence[str] | None,
+    wait: Callable[[float], bool],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    begin, catalog = time.monotonic(), vault.catalog
     for place in places or [next(iter(vault.depots))]:
         if place not in vault.depots:
             raise StoreError(f"no place '{place}'; there are {', '.join(vault.depots)}")
@@ -63,11 +81,6 @@ def scrub(
             if wait(max(late, 0.0)):
                 break
         _note(vault, place, sound)
-    if catalog.role != "reader" and report.checked:
-        found = {"checked": report.checked, "bytes": report.bytes}
-        bad = {"damaged": len(report.faults), "missing": report.dangling}
-        catalog.event("scrub", **found, **bad)
-    return report
 
 
 def _one(

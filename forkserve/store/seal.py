@@ -16,11 +16,11 @@ from blake3 import blake3
 
 from forkserve.errors import ConfigError, MissingExtra
 from forkserve.store.chunks import Buffer, ChunkFault
-from forkserve.store.pace import pieces
+from forkserve.store.pace import PIECE, paced, pieces
 
 __all__ = ["Sealer", "load_key"]
 
-_SALT, _NONCE = 16, 12
+_SALT, _NONCE, _TAG = 16, 12, 16
 _CONTEXT = "forkserve/store 2026-11 seal key"
 
 
@@ -40,6 +40,9 @@ class Sealer:
         self._stream: Callable[[bytes, bytes], Any] = lambda key, nonce: Cipher(
             algorithms.AES(key), modes.GCM(nonce)
         ).encryptor()
+        self._opening: Callable[[bytes, bytes, bytes], Any] = lambda key, nonce, tag: Cipher(
+            algorithms.AES(key), modes.GCM(nonce, tag)
+        ).decryptor()
         self._invalid: type[Exception] = InvalidTag
         self._key = blake3(key, derive_key_context=_CONTEXT).digest()
         self.key_id = blake3(self._key, derive_key_context=_CONTEXT + " id").digest()[:8]
@@ -54,13 +57,23 @@ class Sealer:
 
     def unseal(self, sealed: Buffer, place: bytes) -> bytes:
         """The plain bytes.  Raises ChunkFault ("key") if key, place or bytes are not the same."""
-        view = bytes(sealed)
-        salt, nonce, body = view[:_SALT], view[_SALT : _SALT + _NONCE], view[_SALT + _NONCE :]
+        view = memoryview(sealed)
+        head = bytes(view[: _SALT + _NONCE])
+        key, nonce, body = self._derive(head[:_SALT]), head[_SALT:], view[_SALT + _NONCE :]
         try:
-            plain: bytes = self._cipher(self._derive(salt)).decrypt(nonce, body, place)
+            if paced() and len(body) > PIECE:
+                return self._in_pieces(key, nonce, body, place)
+            plain: bytes = self._cipher(key).decrypt(nonce, bytes(body), place)
         except (self._invalid, ValueError):
             raise ChunkFault("key", "a sealed piece does not open with this key") from None
         return plain
+
+    def _in_pieces(self, key: bytes, nonce: bytes, body: memoryview, place: bytes) -> bytes:
+        """Decrypt and rest between; nothing is given out before the tag has been checked."""
+        stream = self._opening(key, nonce, bytes(body[-_TAG:]))
+        stream.authenticate_additional_data(place)
+        plain = [stream.update(piece) for piece in pieces(body[:-_TAG])]
+        return b"".join([*plain, stream.finalize()])
 
     def sign(self, data: bytes) -> str:
         """A keyed hash of `data`, in hex."""

@@ -120,9 +120,15 @@ class Store:
         except OSError as error:
             raise StoreError(f"cannot use {self.folder} as a store: {error}") from error
         self.catalog = Catalog(self.folder, role, full_sync=full_sync, force=force)
+        self.pace = Pace()
         try:
             self.vault = Vault(
-                self.catalog, [near, *places], format=format, lossy=lossy, sealer=self.sealer
+                self.catalog,
+                [near, *places],
+                format=format,
+                lossy=lossy,
+                sealer=self.sealer,
+                pace=self.pace,
             )
             self.budgets = {
                 place: Budget(self.vault, place, limit, self.policy)
@@ -130,7 +136,6 @@ class Store:
                 if limit is not None
             }
             self.vault.rooms.update({p: b.make_room for p, b in self.budgets.items()})
-            self.pace = Pace()
             self.publisher = Publisher(self.vault, queue, self.failed, self.meter, self.pace)
             self.memory = HostMemory(memory_bytes, self.policy) if memory_bytes else None
             self.restorer = Restorer(self.vault)
@@ -265,6 +270,10 @@ def _distinct(places: Sequence[Depot]) -> None:
     for depot in places:
         if not isinstance(depot, Depot):
             raise ConfigError(f"{depot!r} is no place for chunks: give a URL or a Depot")
+        if not depot.place or "," in depot.place:
+            raise ConfigError(
+                f"a place called '{depot.place}' cannot be listed; give it a name without a comma"
+            )
         if depot.place in names:
             raise ConfigError(
                 f"two places are called '{depot.place}'; give each a name of its own: "

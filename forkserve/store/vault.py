@@ -26,6 +26,7 @@ from forkserve.store.chunks import (
 )
 from forkserve.store.depots.protocol import Blob, Depot
 from forkserve.store.identity import Fingerprint, Link
+from forkserve.store.pace import Pace
 from forkserve.store.seal import Sealer
 
 __all__ = ["Loaded", "Stored", "Vault"]
@@ -60,7 +61,8 @@ class Vault:
     """Depots in order of preference for reading, under one catalog.
 
     format: of what is written.  lossy: may lossy parts be served.  The first depot is where chunks
-    are written; `copy` brings them to others.  Raises StoreError for an unknown format.
+    are written; `copy` brings them to others.  pace: how fast a thread may work beside passes.
+    Raises StoreError for an unknown format.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class Vault:
         format: str = "raw",
         lossy: bool = False,
         sealer: Sealer | None = None,
+        pace: Pace | None = None,
     ) -> None:
         codecs.require(format)
+        self.pace = pace or Pace()
         self.catalog = catalog
         self.depots = {depot.place: depot for depot in depots}
         self.format = format

@@ -69,6 +69,12 @@ def test_options_that_make_no_sense_are_refused(
     Store("states").close()
 
 
+@pytest.mark.parametrize("name", ["", "a,b"])
+def test_a_place_whose_name_the_catalog_cannot_list_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="without a comma"):
+        Store(tmp_path / "states", far=[LocalDepot(tmp_path / "far", place=name)])
+
+
 @pytest.mark.parametrize("folder", ["", "a\0b", 5, None])
 def test_what_is_no_directory_is_refused(folder: Any) -> None:
     with pytest.raises(ConfigError, match="no directory"):

@@ -138,6 +138,19 @@ def test_who_waits_for_what_is_held_is_not_kept() -> None:
         assert len(m.slept) == 1
 
 
+def test_who_waits_for_the_work_itself_ends_its_rest() -> None:
+    m = Machine()
+    with m.pace.worker(lambda: m.now > 1.01):
+        m.now = 1.0
+        m.work(0.01)
+        m.breathe()
+        assert sum(m.slept) == pytest.approx(0.0, abs=0.02), "not the 50 ms that it would take"
+        m.work(0.01)
+        rested = list(m.slept)
+        m.breathe()
+        assert m.slept == rested
+
+
 def test_a_rush_wakes_who_rests() -> None:
     pace = Pace(share=1e-9, longest_s=60.0, spent=iter(range(10)).__next__)
     asked = threading.Event()
