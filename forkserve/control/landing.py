@@ -47,13 +47,13 @@ class Landing:
 
     def _land_one(self, entry: Entry, out: WorkResult, ran: Ran, now: float) -> None:
         core, task, owner = self.core, entry.task, entry.owner
-        valid = []
+        landed = []
         for held in reversed(entry.reservations()):  # a table below goes before the one it shares
             if held.segment in held.node.segments and held.node.live:
-                valid.append(held)
+                landed.append(held)
             else:
                 rollback(task.tree, held)
-        for held in reversed(valid):
+        for held in reversed(landed):
             settle(task.tree, held)
             core.publish(task.tree, held.node)
             held.node.used_ms = now

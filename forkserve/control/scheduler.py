@@ -239,12 +239,15 @@ class Scheduler:
         spec: list[Job] = []
         for nodes in self._nodes.values():
             for queue in nodes.values():
-                job = min(queue, key=_is_spec)  # the first committed one, else the first
+                # The first committed one, else the first.
+                job = queue[0] if len(queue) == 1 else min(queue, key=_is_spec)
+                if job.held:
+                    continue
                 above = nodes.get(job.parent, ()) if job.parent is not None else ()
                 if job.kind is JobClass.SPEC:
-                    if not job.held and all(j.kind is JobClass.DECODE for j in above):
+                    if not above or all(j.kind is JobClass.DECODE for j in above):
                         spec.append(job)
-                elif not job.held and not any(j.kind in _PREFILL for j in above):
+                elif not above or not any(j.kind in _PREFILL for j in above):
                     committed.append(job)
         return committed, spec
 
