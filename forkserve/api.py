@@ -264,7 +264,7 @@ class Engine(Tiering):
             if ids:
                 self._guard.fits(length + len(ids), "branch")
             core.count.forks += 1
-            owner = tree.owner(node, length) if length < node.length else node
+            owner = tree.owner(node, length) if at is not None and length < node.length else node
             self._expected(tree, owner)
             return tree.fork(owner, branch, ids, core.clock.now_ms(), alias_len=length).id
 

@@ -211,7 +211,7 @@ def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
 GREEDY = SamplingParams()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampleSpec:
     """One draw: what to sample after a work's last token.
 
@@ -239,7 +239,7 @@ class SampleSpec:
         ) and (self.allowed is None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """`length` consecutive KV rows, the first at absolute position `start`.
 
@@ -247,6 +247,9 @@ class Span:
     ``pages[(offset + i) // P]``.  `pages` may be longer than needed and must not be changed while a
     batch runs.  Two spans of one batch with equal `key` name the same rows from the same start
     (their lengths may differ): a backend reads them once for all works.
+
+    Nobody changes a span.  It is not frozen, as every pass builds some for each work, and a frozen
+    record takes three times as long to build; so with `SampleSpec`.
     """
 
     key: Hashable

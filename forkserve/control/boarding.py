@@ -110,9 +110,12 @@ class Boarding:
             held = self._reserve(flight, task, owner, begin, count)
             if held is None:
                 return
-        more = self._prolong(flight, task, parts, held, tokens) if held is not None else []
-        end = begin + count + sum(below.count for below in more)
-        bottom = more[-1].node if more else owner
+        more: list[Reservation] = []
+        if held is not None and len(parts) > 1:
+            more = self._prolong(flight, task, parts, held, tokens)
+        bottom, end = owner, begin + count
+        for below in more:
+            bottom, end = below.node, end + below.count
         whole = bottom is target and end == target.length
         last = whole and handle is not None and not task.probing  # first what was asked first
         try:
@@ -130,11 +133,12 @@ class Boarding:
             for one in [*reversed(more), *([held] if held is not None else [])]:
                 rollback(tree, one)
             raise
-        if held is not None:
+        if held is not None and held.copies:
             flight.batch.copies.extend(held.copies)
             core.count.copied_rows += sum(copy.rows for copy in held.copies)
         flight.batch.works.append(work)
-        flight.owners.update([owner, *(below.node for below in more)])
+        flight.owners.add(owner)
+        flight.owners.update([below.node for below in more])
         flight.entries.append(Entry(task, owner, end - begin, held, work, more=more))
 
     def _within(self, flight: Flight, task: Task) -> bool:

@@ -37,7 +37,7 @@ class Guard:
                 raise ConfigError(f"the text is not valid Unicode: {error}") from None
         size = backend.info.vocab_size
         try:
-            ids = [index(token) for token in tokens]
+            ids = list(map(index, tokens))
         except TypeError as error:
             raise ConfigError(f"tokens must be text or integers: {error}") from None
         if ids and not (min(ids) >= 0 and max(ids) < size):

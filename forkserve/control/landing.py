@@ -47,15 +47,16 @@ class Landing:
 
     def _land_one(self, entry: Entry, out: WorkResult, ran: Ran, now: float) -> None:
         core, task, owner = self.core, entry.task, entry.owner
+        landed = []
         for held in reversed(entry.reservations()):  # a table below goes before the one it shares
-            node = held.node
-            if held.segment not in node.segments or not node.live:
-                rollback(task.tree, held)
-        for held in entry.reservations():
             if held.segment in held.node.segments and held.node.live:
-                settle(task.tree, held)
-                core.publish(task.tree, held.node)
-                held.node.used_ms = now
+                landed.append(held)
+            else:
+                rollback(task.tree, held)
+        for held in reversed(landed):
+            settle(task.tree, held)
+            core.publish(task.tree, held.node)
+            held.node.used_ms = now
         for held in entry.more:
             if held.node.live and held.node.parent is not None:
                 trim(task.tree, held.node.parent)  # a sole child has the page to itself
@@ -73,16 +74,16 @@ class Landing:
         self.core.pool.unpin(pinned)
 
     def _account(self, entry: Entry, ran: Ran) -> None:
-        core = self.core
-        if entry.task.kind is JobClass.SPEC:
+        core, kind = self.core, entry.task.kind
+        if kind is JobClass.SPEC:
             ran.speculative += entry.count
             pages = len(entry.held.fresh) if entry.held is not None else 0
             core.planner.ledger.settle(entry.task.session, entry.task.node, pages)
         else:
             ran.committed += entry.count
-        if entry.task.kind is JobClass.DECODE:
+        if kind is JobClass.DECODE:
             return
-        if entry.owner.mode is NodeMode.SPEC or entry.task.kind is JobClass.SPEC:
+        if entry.owner.mode is NodeMode.SPEC or kind is JobClass.SPEC:
             core.count.speculative += entry.count
         elif entry.held is not None:
             core.count.committed += entry.count

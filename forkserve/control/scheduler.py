@@ -239,12 +239,15 @@ class Scheduler:
         spec: list[Job] = []
         for nodes in self._nodes.values():
             for queue in nodes.values():
-                job = min(queue, key=_is_spec)  # the first committed one, else the first
+                # The first committed one, else the first.
+                job = queue[0] if len(queue) == 1 else min(queue, key=_is_spec)
+                if job.held:
+                    continue
                 above = nodes.get(job.parent, ()) if job.parent is not None else ()
                 if job.kind is JobClass.SPEC:
-                    if not job.held and all(j.kind is JobClass.DECODE for j in above):
+                    if not above or all(j.kind is JobClass.DECODE for j in above):
                         spec.append(job)
-                elif not job.held and not any(j.kind in _PREFILL for j in above):
+                elif not above or not any(j.kind in _PREFILL for j in above):
                     committed.append(job)
         return committed, spec
 
@@ -257,27 +260,26 @@ class Scheduler:
         as the class above, and so on: a stream of tails, or more generations than a tick has room
         for, could keep it waiting for ever.
         """
-        config = self.config
+        aging_ms, chunk = self.config.aging_ms, self.config.prefill_chunk
         counters = {tenant: self.meter.counter(tenant) for tenant in {j.tenant for j in jobs}}
-
-        def due_ms(job: Job) -> float:
+        places: dict[Job, tuple[int, float, float, float, int]] = {}
+        for job in jobs:
             program = self._programs[job.session]
-            return program.arrived_ms + config.aging_ms * program.service
-
-        def rank(job: Job) -> int:
-            waited = int(max(now_ms - due_ms(job), 0.0) / config.aging_ms)
-            return max(job.kind - waited, JobClass.DECODE)
-
-        def place(job: Job) -> tuple[int, float, float, float, int]:
-            return rank(job), counters[job.tenant], due_ms(job), job.attained, self._order[job]
+            due_ms = program.arrived_ms + aging_ms * program.service
+            rank: int = JobClass.DECODE
+            if job.kind is not JobClass.DECODE:
+                waited = int(max(now_ms - due_ms, 0.0) / aging_ms)
+                rank = max(job.kind - waited, JobClass.DECODE)
+            places[job] = rank, counters[job.tenant], due_ms, job.attained, self._order[job]
 
         def urgent(job: Job) -> int:
-            return int(rank(job) == JobClass.DECODE)
+            return int(places[job][0] == JobClass.DECODE)
 
-        def most(job: Job) -> int:
-            return 1 if job.kind is JobClass.DECODE else config.prefill_chunk
+        def most(_: Job) -> int:
+            return chunk
 
-        jobs = one_for_each_page(sorted(jobs, key=place))[: config.max_batch_works]
+        jobs = one_for_each_page(sorted(jobs, key=places.__getitem__))
+        jobs = jobs[: self.config.max_batch_works]
         budget = self.recovery.room
         grants = dict.fromkeys(jobs, 0)
         for share in (urgent, self._rate_tokens, most):
@@ -285,16 +287,16 @@ class Scheduler:
                 more = max(0, min(min(share(job), job.remaining) - grants[job], budget))
                 grants[job] += more
                 budget -= more
+            # After the first round a generation has all it gets.
+            jobs = [job for job in jobs if job.kind is not JobClass.DECODE]
         return {job: tokens for job, tokens in grants.items() if tokens}, budget
 
     def _rate_tokens(self, job: Job) -> int:
-        """Tokens per tick that keep a job within its SLO, at least 1 [max(s_r * delta, 1)].
+        """Tokens per tick that keep a prefill within its SLO, at least 1 [max(s_r * delta, 1)].
 
-        s_r of a generation is one token per TBT SLO, but a pass gives it exactly one; of a prefill,
-        what is left per TTFT SLO.
+        s_r is what is left per TTFT SLO.  (Of a generation it is one token per TBT SLO, but a pass
+        gives it exactly one.)
         """
-        if job.kind is JobClass.DECODE:
-            return 1
         config = self.config
         rate = ceil(job.remaining * config.tick_ms / config.ttft_slo_ms)
         return max(1, min(rate, config.prefill_chunk))
@@ -368,8 +370,10 @@ class _Tick:
     def __init__(self, predict_ms: PredictMs, items: list[tuple[Job, int]]) -> None:
         self.predict_ms = predict_ms
         self.items = items
-        self.tokens = sum(tokens for _, tokens in items)
-        self._rows = sum(tokens * job.context for job, tokens in items)  # sum of contexts
+        self.tokens = self._rows = 0  # rows: sum of contexts
+        for job, tokens in items:
+            self.tokens += tokens
+            self._rows += tokens * job.context
 
     def ms(self, job: Job | None = None, tokens: int = 0) -> float:
         """Predicted ms of the step, with `tokens` of one more job."""

@@ -49,12 +49,12 @@ def _append(core: Core, task: Task, out: WorkResult, now_ms: float) -> None:
     assert handle is not None
     assert token is not None
     task.tree.extend(task.target, (token,))
-    task.target.known = task.target.length
+    length = task.target.known = task.target.length
     if handle.first_token_ms is None:
         handle.first_token_ms = now_ms
     try:
         handle.push(token, out.logprob if handle.params.logprobs else None, info.eos_ids, out.top)
     except BaseException as error:  # of the user's constraint or the tokenizer: theirs alone
         handle.end("error", error)
-    if not handle.done and task.target.length >= info.max_context:
+    if not handle.done and length >= info.max_context:
         handle.end("context")

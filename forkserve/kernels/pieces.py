@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from forkserve.kernels.forest import Part, Use, stretches
 from forkserve.kernels.jit import ceil_div, next_power
@@ -41,7 +42,7 @@ def block_rows(group: int, lines: int) -> int:
     return max(lines, next_power(group))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tiling:
     """What a plan depends on besides the works.  group: query heads of one KV head.
 
@@ -55,12 +56,12 @@ class Tiling:
     block: int = BLOCK
     level_cost: int = LEVEL_COST
 
-    @property
+    @cached_property
     def small_rows(self) -> int:
         """Query rows of a small tile."""
         return block_rows(self.group, SMALL) // self.group
 
-    @property
+    @cached_property
     def large_rows(self) -> int:
         """Query rows of a large tile."""
         return block_rows(self.group, LARGE) // self.group
@@ -93,6 +94,7 @@ class Piece:
 
     before: the piece of the same cell whose state its rows go on from.  behind: those that go on
     from its own; a piece without any ends the cell for its rows.  level: pieces before it.
+    rows: query rows of its users.
     """
 
     users: tuple[int, ...]
@@ -102,6 +104,7 @@ class Piece:
     before: Piece | None = None
     behind: list[Piece] = field(default_factory=list)
     level: int = 0
+    rows: int = 0
     gone: bool = False  # read by those behind it instead
 
 
@@ -113,9 +116,11 @@ def pieces_of(works: Sequence[Work], fresh: Sequence[Span], tiling: Tiling) -> l
     counts = [len(work.tokens) for work in works]
     pieces = _chained(_cut(_seen(works, fresh), works, tiling), tiling)
     for piece in pieces:
+        piece.rows = sum([counts[user] for user in piece.users])
+    for piece in pieces:
         if piece.behind:
-            _settle(piece, counts, tiling)
-    return _limit([piece for piece in pieces if not piece.gone], counts, tiling)
+            _settle(piece, tiling)
+    return _limit([piece for piece in pieces if not piece.gone], tiling)
 
 
 def _seen(works: Sequence[Work], fresh: Sequence[Span]) -> dict[tuple[int, ...], list[Part]]:
@@ -182,21 +187,17 @@ def _chained(pieces: list[Piece], tiling: Tiling) -> list[Piece]:
     return found
 
 
-def _settle(piece: Piece, counts: Sequence[int], tiling: Tiling) -> None:
+def _settle(piece: Piece, tiling: Tiling) -> None:
     """Give those behind `piece` the keys that it does not read itself: an open block, or all."""
     end = piece.high - piece.high % tiling.block
-    rows, behind = _rows(piece, counts), [_rows(below, counts) for below in piece.behind]
-    if end <= piece.low or cheaper_folded(end - piece.low, rows, behind, tiling):
+    behind = [below.rows for below in piece.behind]
+    if end <= piece.low or cheaper_folded(end - piece.low, piece.rows, behind, tiling):
         _fold(piece)
     elif end < piece.high:
         kept, tail = _divide(piece.parts, end)
         piece.parts, piece.high = kept, end
         for below in piece.behind:
             below.parts, below.low = tail + below.parts, end
-
-
-def _rows(piece: Piece, counts: Sequence[int]) -> int:
-    return sum(counts[user] for user in piece.users)
 
 
 def _divide(parts: list[Part], end: int) -> tuple[list[Part], list[Part]]:
@@ -222,16 +223,15 @@ def _fold(piece: Piece) -> None:
         piece.before.behind[at : at + 1] = piece.behind
 
 
-def _limit(pieces: list[Piece], counts: Sequence[int], tiling: Tiling) -> list[Piece]:
+def _limit(pieces: list[Piece], tiling: Tiling) -> list[Piece]:
     """Fold whole levels until there are few enough and each is worth its launch."""
     while True:
         saved: dict[int, int] = {}
         for piece in pieces:
             piece.level = piece.before.level + 1 if piece.before is not None else 0
             if piece.behind:
-                again = sum(tiling.tiles(_rows(below, counts)) for below in piece.behind)
-                own = tiling.tiles(_rows(piece, counts))
-                keys = (piece.high - piece.low) * (again - own)
+                again = sum(tiling.tiles(below.rows) for below in piece.behind)
+                keys = (piece.high - piece.low) * (again - tiling.tiles(piece.rows))
                 saved[piece.level] = saved.get(piece.level, 0) + keys
         if not saved:
             return pieces

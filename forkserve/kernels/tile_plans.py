@@ -24,12 +24,15 @@ __all__ = ["Capacity", "DevicePlan", "TilePlanner"]
 
 @dataclass(slots=True)
 class _Branch:
-    """A decoding work as it was planned: spans above its own segment, which `key` names."""
+    """A decoding work as it was planned: spans above its own segment, which `key` names.
+
+    pages: of the rows of its own segment, the fresh ones since then among them.
+    """
 
     above: tuple[Span, ...]
     key: Hashable
     own: int  # rows of its own segment in the context
-    pages: list[int]  # of the rows of its own segment, the fresh one among them
+    pages: list[int]
     start: int
 
 
@@ -43,8 +46,10 @@ class TilePlanner:
         self._size = next(iter(self._tilings.values())).page_size
         self._plans: dict[int, TilePlan] = {}
         self._branches: list[_Branch] = []
-        self._held: list[tuple[Span, Sequence[int]]] = []
+        self._held: list[Span] = []  # all spans above branches
+        self._held_pages: list[Sequence[int]] = []  # what they listed
         self._tiles: dict[int, Longs] = {}  # of each branch, by window: see `draft_tiles`
+        self._ahead = 0  # rows that every branch has added
         self._room = 0  # rows that every branch may still add
         self.made = 0
         self.grown = 0
@@ -63,10 +68,10 @@ class TilePlanner:
 
     def _remember(self, works: Sequence[Work]) -> None:
         """Keep what must stay equal for the plans to be grown; nothing if they cannot be."""
-        self._branches = []
+        self._branches, self._ahead = [], 0
         if any(len(work.tokens) != 1 or work.write is None for work in works):
             return
-        held: dict[int, tuple[Span, Sequence[int]]] = {}
+        held: dict[int, Span] = {}
         for work in works:
             assert work.write is not None
             above, key, own = work.context, work.write.key, 0
@@ -74,49 +79,57 @@ class TilePlanner:
             if above and above[-1].key == key:
                 own, pages = above[-1].length, self._pages(above[-1])
                 above = above[:-1]
-            for span in above:
-                if id(span) not in held:
-                    held[id(span)] = (span, span.pages[:])
+            held.update((id(span), span) for span in above)
             pages += self._pages(work.write)[own > 0 and work.write.offset % self._size > 0 :]
             self._branches.append(_Branch(above, key, own, pages, work.start))
         self._held = list(held.values())
+        self._held_pages = [span.pages[:] for span in self._held]
         self._room = min(tiling.room for tiling in self._tilings.values())
 
     def _pages(self, span: Span) -> list[int]:
         """The pages of its rows."""
-        first, end = span.offset // self._size, -(-(span.offset + span.length) // self._size)
-        return list(span.pages[first:end])
+        pages = span.pages[
+            span.offset // self._size : -(-(span.offset + span.length) // self._size)
+        ]
+        return pages if isinstance(pages, list) else list(pages)
 
     def _grow(self, works: Sequence[Work]) -> bool:
         """Whether `works` are those of the plan, a row further each; then the plans are grown."""
         if self._room <= 0 or len(works) != len(self._branches):
             return False
-        for span, pages in self._held:
-            if span.pages != pages:
-                return False
-        size, slots = self._size, []
+        if [span.pages for span in self._held] != self._held_pages:
+            return False
+        size, ahead = self._size, self._ahead + 1
+        slots: list[int] = []
+        turned: list[tuple[_Branch, int]] = []  # branches that begin a page
         for work, branch in zip(works, self._branches, strict=True):
             write, context = work.write, work.context
             if (
                 write is None
                 or len(work.tokens) != 1
-                or work.start != branch.start + 1
+                or work.start != branch.start + ahead
                 or write.key != branch.key
                 or not context
-                or context[-1].key != branch.key
-                or context[-1].length != branch.own + 1
-                or context[:-1] != branch.above
             ):
                 return False
-            page, within = write.pages[write.offset // size], write.offset % size
-            if self._pages(context[-1]) != branch.pages or (within and page != branch.pages[-1]):
+            own = context[-1]
+            if (
+                own.key != branch.key
+                or own.length != branch.own + ahead
+                or context[:-1] != branch.above
+                or self._pages(own) != branch.pages
+            ):
+                return False
+            number, within = divmod(write.offset, size)
+            page = write.pages[number]
+            if not within:
+                turned.append((branch, page))
+            elif page != branch.pages[-1]:
                 return False
             slots.append(page * size + within)
-        for branch, slot in zip(self._branches, slots, strict=True):
-            branch.start += 1
-            branch.own += 1
-            if slot % size == 0:
-                branch.pages.append(slot // size)
+        for branch, page in turned:
+            branch.pages.append(page)
+        self._ahead = ahead
         rows = np.array(slots, np.int64)
         for window, plan in self._plans.items():
             _extend(plan, self._tiles[window], rows, self._tilings[window])

@@ -13,7 +13,7 @@ and why none of this shows in a row's bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ __all__ = ["DIRECT", "PART", "STATE", "TilePlan", "draft_tiles", "plan_tiles"]
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 # What becomes of a tile's result: a part to be merged, the row's output, a state to go on from.
 PART, DIRECT, STATE = 0, 1, 2
@@ -65,26 +66,21 @@ class TilePlan:
 
 
 @dataclass(slots=True)
-class Tile:
-    """A tile while they are collected.  rows, carried: in the order of the draft."""
+class Draft:
+    """Tiles [T] in the order of their pieces, and their results [S], tile after tile.
 
-    run: int
-    low: int
-    end: int
+    runs: number of each tile's piece.  ends: the position behind its last key.  states: whether
+    it leaves a state.  sizes: query rows.  rows, carried: as in a plan, but for the order.
+    """
+
+    runs: Longs
+    lows: Longs
+    ends: Longs
+    levels: Longs
+    states: Bools
+    sizes: Longs
     rows: Longs
     carried: Longs
-    level: int
-    state: bool
-
-
-@dataclass(slots=True)
-class Draft:
-    """Tiles while they are collected.  A run, parts[first:end], is one list of keys."""
-
-    parts: list[Part] = field(default_factory=list)
-    runs: list[tuple[int, int, int]] = field(default_factory=list)  # first, end, spare keys
-    tiles: list[Tile] = field(default_factory=list)
-    results: int = 0  # of all tiles
 
 
 def plan_tiles(works: Sequence[Work], tiling: Tiling, scratch: int) -> TilePlan:
@@ -97,34 +93,41 @@ def draft_tiles(works: Sequence[Work], tiling: Tiling, scratch: int) -> tuple[Ti
 
     The second is the first but for a single row close to the end of a cell.
     """
-    counts = [len(work.tokens) for work in works]
-    starts = np.cumsum([0, *counts])
-    fresh = _fresh(works, counts, tiling.page_size, scratch)
-    positions = np.concatenate(
-        [np.arange(work.start, work.start + n) for work, n in zip(works, counts, strict=True)]
-    )
-    draft = Draft()
-    carried = np.full(positions.size, -1)
-    tips: dict[int, int] = {}  # of each work, the tile of its last row
-    for piece in pieces_of(works, fresh, tiling):
-        rows = np.concatenate([np.arange(starts[u], starts[u + 1]) for u in piece.users])
-        spare = 0
-        if len(piece.users) == 1:
-            user = piece.users[0]
-            if counts[user] == 1 and piece.high == works[user].start + 1:
-                spare = min(tiling.room, -piece.high % tiling.split)
-            tips[user] = _add(draft, piece, rows, positions, carried, tiling, spare)
-        else:
-            _add(draft, piece, rows, positions, carried, tiling)
-    grows = [tips[user] for user in range(len(works))]
-    for user, work in enumerate(works):
-        ahead = tiling.split - 1 - work.start % tiling.split  # rows until the next cell
-        if counts[user] == 1 and ahead < tiling.room:
-            empty = Piece((user,), [], work.start + 1 + ahead, work.start + 1 + ahead)
-            draft.runs.append((len(draft.parts), len(draft.parts), tiling.room))
-            grows[user] = _tile(draft, empty, starts[user : user + 1], -1, empty.low)
-    plan, place = _tables(draft, positions, _slots(fresh, tiling.page_size), tiling)
-    return plan, place[np.array([[tips[user], grow] for user, grow in enumerate(grows)])]
+    counts = np.array([len(work.tokens) for work in works])
+    begins = np.array([work.start for work in works])
+    positions = _ranges(begins, counts)
+    fresh = _fresh(works, counts.tolist(), tiling.page_size, scratch)
+    pieces = pieces_of(works, fresh, tiling)
+    number = len(pieces)
+    # A branch has spare keys up to the end of its cell, and close to that an empty piece behind.
+    ahead = tiling.split - 1 - begins % tiling.split  # rows until the next cell
+    close = np.flatnonzero((counts == 1) & (ahead < tiling.room))
+    lows = (begins + 1 + ahead)[close].tolist()
+    pieces += [
+        Piece((u,), [], low, low, rows=1) for u, low in zip(close.tolist(), lows, strict=True)
+    ]
+    alone = np.flatnonzero([len(piece.users) == 1 for piece in pieces[:number]])
+    users = np.array([pieces[i].users[0] for i in alone])
+    highs = np.array([pieces[i].high for i in alone])
+    spare = np.zeros(len(pieces), np.int64)
+    grown = (counts[users] == 1) & (highs == begins[users] + 1)
+    spare[alone] = np.where(grown, np.minimum(tiling.room, -highs % tiling.split), 0)
+    spare[number:] = tiling.room
+    draft = _draft(pieces, counts, positions, tiling)
+    last = np.searchsorted(draft.runs, np.arange(len(pieces)), "right") - 1  # tile of each piece
+    tips = np.empty(len(works), np.int64)
+    tips[users] = last[alone]  # pieces ascend: what stays is the one with the last row
+    grows = tips.copy()
+    grows[close] = last[number:]
+    slots, _ = _kv_rows([(span, 0, span.length) for span in fresh], tiling.page_size)
+    plan, place = _tables(draft, _keys(pieces, spare, tiling.page_size), positions, slots, tiling)
+    return plan, place[np.stack([tips, grows], 1)]
+
+
+def _ranges(firsts: Longs, counts: Longs) -> Longs:
+    """[first, first + count) one after the other."""
+    ends = np.cumsum(counts)
+    return np.repeat(firsts - ends + counts, counts) + np.arange(counts.sum())
 
 
 def _fresh(works: Sequence[Work], counts: list[int], size: int, scratch: int) -> list[Span]:
@@ -140,86 +143,79 @@ def _fresh(works: Sequence[Work], counts: list[int], size: int, scratch: int) ->
     return spans
 
 
-def _slots(spans: Sequence[Span], size: int) -> Longs:
-    """KV rows of whole spans."""
-    found = []
-    for span in spans:
-        at = np.arange(span.offset, span.offset + span.length)
-        if span.length == 1:
-            found.append(span.pages[span.offset // size] * size + at % size)
-        else:
-            pages = np.asarray(span.pages[: ceil_div(span.offset + span.length, size)])
-            found.append(pages[at // size] * size + at % size)
-    return np.concatenate(found).astype(np.int64)
+def _kv_rows(parts: Sequence[Part], size: int) -> tuple[Longs, Longs]:
+    """KV rows of parts of spans, one part after the other, and how many each has."""
+    starts = np.array([span.offset + low for span, low, _ in parts])
+    ends = np.array([span.offset + high for span, _, high in parts])
+    first, last = starts // size, -(-ends // size)
+    flat: list[int] = []
+    for (span, _, _), a, b in zip(parts, first.tolist(), last.tolist(), strict=True):
+        flat += span.pages[a:b]
+    pages, counts = last - first, ends - starts
+    shift = np.cumsum(pages) - pages - first  # from a page of the span to its place in `flat`
+    slot = _ranges(starts, counts)
+    page = np.array(flat, np.int64)[np.repeat(shift, counts) + slot // size]
+    return page * size + slot % size, counts
 
 
 # -- tiles -----------------------------------------------------------------------------------------
 
 
-def _add(
-    draft: Draft,
-    piece: Piece,
-    rows: Longs,
-    positions: Longs,
-    carried: Longs,
-    tiling: Tiling,
-    spare: int = 0,
-) -> int:
-    """A tile for every block of the piece's rows that sees any of it; the last of them.
+def _draft(pieces: Sequence[Piece], counts: Longs, positions: Longs, tiling: Tiling) -> Draft:
+    """A tile for every block of a piece's rows that sees any of it, or where it has no key yet.
 
-    carried: of each row the state to go on from; a piece with others behind it leaves its own.
+    A row goes on from the state that it left in the piece before, if it saw that one.
     """
-    first = len(draft.parts)
-    draft.parts += piece.parts
-    draft.runs.append((first, len(draft.parts), spare))
-    step = tiling.large_rows if rows.size > tiling.small_rows else tiling.small_rows
-    for low in range(0, rows.size, step):
-        some = rows[low : low + step]
-        at = positions[some]
-        end = min(piece.high, int(at.max()) + 1)
-        hidden = tiling.window and piece.high <= int(at.min()) - tiling.window + 1
-        if end <= piece.low or hidden:
-            carried[some] = -1
-            continue
-        before = draft.results
-        _tile(draft, piece, some, carried[some] if piece.before else -1, end)
-        if piece.behind:
-            carried[some] = np.arange(before, draft.results)
-    return len(draft.tiles) - 1
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    users = np.concatenate([piece.users for piece in pieces])
+    rows = _ranges((np.cumsum(counts) - counts)[users], counts[users])
+    of_piece = np.array([piece.rows for piece in pieces])
+    step = np.where(of_piece > tiling.small_rows, tiling.large_rows, tiling.small_rows)
+    tiles = -(-of_piece // step)
+    runs = np.repeat(np.arange(len(pieces)), tiles)
+    number = _ranges(np.zeros_like(tiles), tiles)  # of a tile within its piece
+    sizes = np.minimum(step[runs], of_piece[runs] - number * step[runs])
+    lows = np.array([piece.low for piece in pieces])[runs]
+    highs = np.array([piece.high for piece in pieces])[runs]
+    first = np.cumsum(sizes) - sizes
+    ends = np.clip(np.maximum.reduceat(positions[rows], first) + 1, lows, highs)
+    seen = (ends > lows) | (highs == lows)
+    if tiling.window:
+        seen &= highs > np.minimum.reduceat(positions[rows], first) - tiling.window + 1
+    rows = rows[np.repeat(seen, sizes)]
+    runs, sizes = runs[seen], sizes[seen]
+    # A result by its piece and row, in ascending order, and the one that it goes on from.
+    of_result = np.repeat(runs, sizes)
+    before = np.array([numbers[p.before] if p.before is not None else -1 for p in pieces])
+    own = of_result * positions.size + rows
+    wanted = before[of_result] * positions.size + rows
+    carried = np.minimum(np.searchsorted(own, wanted), own.size - 1)
+    carried[own[carried] != wanted] = -1
+    levels = np.array([piece.level for piece in pieces])
+    states = np.array([bool(piece.behind) for piece in pieces])
+    return Draft(runs, lows[seen], ends[seen], levels[runs], states[runs], sizes, rows, carried)
 
 
-def _tile(draft: Draft, piece: Piece, rows: Longs, carried: Longs | int, end: int) -> int:
-    """One tile over the last run."""
-    draft.results += rows.size
-    states = np.broadcast_to(carried, rows.shape)
-    run, state = len(draft.runs) - 1, bool(piece.behind)
-    draft.tiles.append(Tile(run, piece.low, end, rows, states, piece.level, state))
-    return len(draft.tiles) - 1
-
-
-def _tables(draft: Draft, positions: Longs, slots: Longs, tiling: Tiling) -> tuple[TilePlan, Longs]:
-    """The draft as arrays, and where each of its tiles went."""
-    keys, begins = _keys(draft, tiling.page_size)
-    made = draft.tiles
-    sizes = np.array([tile.rows.size for tile in made])
-    levels = np.array([tile.level for tile in made])
-    states = np.array([tile.state for tile in made])
-    tiles = np.empty((len(made), 6), np.int32)
-    tiles[:, 0] = begins[[tile.run for tile in made]]
-    tiles[:, 1] = [tile.low for tile in made]
-    tiles[:, 2] = [tile.end for tile in made]
-    tiles[:, 4] = sizes
+def _tables(
+    draft: Draft, keys: tuple[Ints, Longs], positions: Longs, slots: Longs, tiling: Tiling
+) -> tuple[TilePlan, Longs]:
+    """The draft as tables, and where each of its tiles went.  keys: see `_keys`."""
     # Level by level; in each small tiles first, the longest of a kind before the others.
-    large = sizes > tiling.small_rows
-    order = np.lexsort((tiles[:, 1] - tiles[:, 2], large, levels))
+    large = draft.sizes > tiling.small_rows
+    order = np.lexsort((draft.lows - draft.ends, large, draft.levels))
     place = np.empty_like(order)
     place[order] = np.arange(order.size)
-    tiles, sizes, states = tiles[order], sizes[order], states[order]
-    ends = np.cumsum(sizes)
-    tiles[:, 3] = ends - sizes
-    moved = _moved(np.array([tile.rows.size for tile in made]), tiles[place, 3])
-    rows = np.concatenate([made[i].rows for i in order])
-    carried = np.concatenate([made[i].carried for i in order])
+    sizes, states = draft.sizes[order], draft.states[order]
+    tiles = np.empty((order.size, 6), np.int32)
+    tiles[:, 0] = keys[1][draft.runs[order]]
+    tiles[:, 1] = draft.lows[order]
+    tiles[:, 2] = draft.ends[order]
+    tiles[:, 3] = np.cumsum(sizes) - sizes
+    tiles[:, 4] = sizes
+    source = _ranges((np.cumsum(draft.sizes) - draft.sizes)[order], sizes)
+    moved = np.empty_like(source)
+    moved[source] = np.arange(source.size)
+    rows, carried = draft.rows[source], draft.carried[source]
     carried = np.where(carried >= 0, moved[carried], -1)
     # The parts of a row, cell by cell: of the cells that it sees, and of the one it grows into.
     low, end = np.repeat(tiles[:, 1], sizes), np.repeat(tiles[:, 2], sizes)
@@ -244,12 +240,12 @@ def _tables(draft: Draft, positions: Longs, slots: Longs, tiling: Tiling) -> tup
         tiles=tiles,
         counts=np.array(
             [
-                [np.count_nonzero((levels == level) & (large == kind)) for kind in (False, True)]
-                for level in range(LEVELS)
+                [np.count_nonzero((draft.levels == i) & (large == kind)) for kind in (False, True)]
+                for i in range(LEVELS)
             ],
             np.int32,
         ),
-        keys=keys,
+        keys=keys[0],
         rows=rows.astype(np.int32),
         carried=carried.astype(np.int32),
         begins=row_begins.astype(np.int32),
@@ -262,29 +258,13 @@ def _tables(draft: Draft, positions: Longs, slots: Longs, tiling: Tiling) -> tup
     return plan, place
 
 
-def _moved(sizes: Longs, firsts: Ints) -> Longs:
-    """Where each result of the draft went.  firsts: of each of its tiles, the first result now."""
-    before = np.cumsum(sizes) - sizes
-    return np.repeat(firsts - before, sizes) + np.arange(sizes.sum())
-
-
-def _keys(draft: Draft, size: int) -> tuple[Ints, Longs]:
-    """KV rows of all runs, spare ones behind each, and where each run begins."""
-    starts = np.array([span.offset + low for span, low, _ in draft.parts])
-    ends = np.array([span.offset + high for span, _, high in draft.parts])
-    first, last = starts // size, -(-ends // size)
-    flat: list[int] = []
-    for (span, _, _), a, b in zip(draft.parts, first.tolist(), last.tolist(), strict=True):
-        flat += span.pages[a:b]
-    pages = last - first
-    shift = np.cumsum(pages) - pages - first  # from a page of the span to its place in `flat`
-    counts = ends - starts
+def _keys(pieces: Sequence[Piece], spare: Longs, size: int) -> tuple[Ints, Longs]:
+    """KV rows of the pieces, `spare` ones behind each, and where those of each piece begin."""
+    rows, counts = _kv_rows([part for piece in pieces for part in piece.parts], size)
     sums = np.concatenate([[0], np.cumsum(counts)])
-    slot = np.arange(sums[-1]) + np.repeat(starts - sums[:-1], counts)
-    rows = np.array(flat, np.int64)[np.repeat(shift, counts) + slot // size] * size + slot % size
-    runs = np.array(draft.runs).T  # first part, end part, spare
-    sizes = sums[runs[1]] - sums[runs[0]]
-    begins = np.cumsum(sizes + runs[2]) - sizes - runs[2]
-    keys = np.zeros(int(sizes.sum() + runs[2].sum()), np.int32)
-    keys[np.arange(sums[-1]) + np.repeat(begins - sums[runs[0]], sizes)] = rows
+    ends = np.cumsum([len(piece.parts) for piece in pieces])
+    sizes = np.diff(sums[ends], prepend=0)
+    begins = np.cumsum(sizes + spare) - sizes - spare
+    keys = np.zeros(int(sizes.sum() + spare.sum()), np.int32)
+    keys[_ranges(begins, sizes)] = rows
     return keys, begins

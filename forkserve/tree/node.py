@@ -112,11 +112,11 @@ class Node:
         Where a packed tail repeats rows of the segment before, the one before counts: what a child
         sees never moves to a page that is still being written.
         """
-        for number in range(len(self.segments) - 1, -1, -1):
-            if self.segments[number].start < position and (
-                number == 0 or self.segments[number - 1].end < position
-            ):
-                return self.segments[number]
+        segments = self.segments
+        for number in range(len(segments) - 1, -1, -1):
+            segment = segments[number]
+            if segment.start < position and (number == 0 or segments[number - 1].end < position):
+                return segment
         return None
 
     @property

@@ -64,10 +64,11 @@ def missing(node: Node, upto: int) -> list[tuple[Node, int, int]]:
     parts: list[tuple[Node, int, int]] = []
     need, current = upto, node
     while need > current.floor:
-        if current.segments:
-            if current.kv_end < need:
-                parts.append((current, current.kv_end, need))
-            need = min(need, current.kv_begin)
+        if segments := current.segments:
+            end = segments[-1].end
+            if end < need:
+                parts.append((current, end, need))
+            need = min(need, segments[0].start)
         elif need > current.alias_len:
             begin = max(_inherited(current), current.floor)
             parts.append((current, begin, need))
@@ -117,10 +118,13 @@ def _take(node: Node, need: int, found: list[Span]) -> int:
 
     Each span is cut where the next one begins: a packed tail repeats rows of the one before.
     """
-    while (segment := node.segment_at(need)) is not None:
-        assert segment.end >= need, f"rows [{segment.end}, {need}) are missing"
-        found.append(segment.span(need))
-        need = segment.start
+    segments = node.segments
+    for number in range(len(segments) - 1, -1, -1):
+        segment = segments[number]
+        if segment.start < need and (number == 0 or segments[number - 1].end < need):
+            assert segment.end >= need, f"rows [{segment.end}, {need}) are missing"
+            found.append(segment.span(need))
+            need = segment.start
     return need
 
 
@@ -191,14 +195,15 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
 def settle(tree: ContextTree, held: Reservation) -> None:
     """The batch ran: the rows are valid."""
     pool, segment, size = tree.pool, held.segment, tree.pool.page_size
-    dropped, held.dropped = held.dropped, []
     segment.end = held.begin + held.count
-    pool.decref(dropped)
-    first = segment.start if held.copies else held.begin
-    for index in range((first - segment.start) // size, -(-(segment.end - segment.start) // size)):
-        rows = min(size, segment.end - segment.start - index * size)
+    if held.dropped:
+        dropped, held.dropped = held.dropped, []
+        pool.decref(dropped)
+    first = 0 if held.copies else held.begin - segment.start
+    rows = segment.end - segment.start
+    for index in range(first // size, -(-rows // size)):
         page = segment.pages[index]
-        pool.valid[page] = max(pool.valid[page], rows)
+        pool.valid[page] = max(pool.valid[page], min(size, rows - index * size))
     children = held.node.children
     if children and any(held.begin < c.alias_len <= segment.end for c in children.values()):
         segment.sealed = True  # forked here before the rows were written, or while they were
@@ -262,9 +267,9 @@ def _grow(tree: ContextTree, node: Node, segment: Segment, begin: int, count: in
     used = pool.pages_for(begin - segment.start)
     borrowed = rest > 0 and not pool.writable(segment.pages[used - 1])
     extra = pool.pages_for(begin + count - segment.start) - used
-    fresh = pool.alloc(extra + borrowed)
-    before, copies, dropped = segment.pages, [], []
-    if fresh:  # most steps of a generation take none
+    before, copies, dropped, fresh = segment.pages, [], [], []
+    if extra or borrowed:  # most steps of a generation take none
+        fresh = pool.alloc(extra + borrowed)
         kept = before[:used]
         if borrowed:
             dropped = [kept[-1]]

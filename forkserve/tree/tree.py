@@ -90,9 +90,10 @@ class ContextTree:
 
     def tokens(self, node: Node, begin: int = 0, end: int | None = None) -> array[int]:
         """Tokens of positions [begin, end) on the path root..node."""
+        above = node.alias_len
+        if begin >= above:  # its own alone, as for every step of a generation
+            return node.tokens[begin - above : None if end is None else max(end - above, 0)]
         need = node.length if end is None else min(end, node.length)
-        if begin >= node.alias_len:  # its own alone, as for every step of a generation
-            return node.tokens[begin - node.alias_len : max(need - node.alias_len, 0)]
         parts: list[array[int]] = []
         current: Node | None = node
         while current is not None and need > begin:
@@ -160,7 +161,6 @@ class ContextTree:
         last = parent.segments[-1] if parent.segments else None
         if last is not None and last.end >= at and parent.segment_at(at) is last:
             last.sealed = True  # rows still pending seal it when they are written
-        node.generation = parent.generation
         return node
 
     def extend(self, node: Node, tokens: Tokens) -> None:
@@ -241,23 +241,17 @@ class ContextTree:
         mode: NodeMode,
         now_ms: float,
     ) -> Node:
-        node = Node(
-            id=self.next_id,
-            parent=parent,
-            branch=branch,
-            alias_len=alias_len,
-            tokens=array("i", tokens),
-            mode=mode,
-            generation=0,
-            created_ms=now_ms,
-            line=parent.line if parent is not None else MAIN_LINE,
-            known=alias_len + len(tokens),
-            used_ms=now_ms,
-        )
-        self.next_id += 1
-        self.nodes[node.id] = node
+        number, generation, line = self.next_id, 0, MAIN_LINE
         if parent is not None:
-            parent.children[node.id] = node
+            generation, line = parent.generation, parent.line
+        ids, known = array("i", tokens), alias_len + len(tokens)
+        # By place, as names would take a tenth of a fork.
+        node = Node(number, parent, branch, alias_len, ids, mode, generation, now_ms, line, known)
+        node.used_ms = now_ms
+        self.next_id += 1
+        self.nodes[number] = node
+        if parent is not None:
+            parent.children[number] = node
         return node
 
 

@@ -16,6 +16,7 @@ from forkserve.kernels.tile_plans import TilePlanner
 from forkserve.kernels.tiles import DIRECT, STATE, TilePlan, plan_tiles
 from forkserve.types import Span, Work
 from tests.forests import grow
+from tests.instructions import instructions
 
 SCRATCH = 160 * 16
 
@@ -309,3 +310,16 @@ def test_mixed_batches_never_grow() -> None:
         prefill = Work("s", 9, [0, 0, 0], 0, (), Span("p", [70], 0, 3))
         planner.plan([*step(2, at), prefill])
     assert (planner.made, planner.grown) == (2, 0)
+
+
+# -- cost ------------------------------------------------------------------------------------
+
+
+def test_tiles_cost_no_step_each() -> None:
+    few, many = (fan(2, 2048, n=n) for n in (4, 128))
+    tiling = Tiling(16, 4)
+    assert len(plan_tiles(many, tiling, SCRATCH).tiles) > 8 * len(
+        plan_tiles(few, tiling, SCRATCH).tiles
+    )
+    cost = instructions(lambda: plan_tiles(few, tiling, SCRATCH))
+    assert instructions(lambda: plan_tiles(many, tiling, SCRATCH)) < 1.2 * cost
