@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
 }
 if library.available() is None:
-    VARIANTS["int8"] = {"dtype": "int8"}
+    VARIANTS |= {name: {"dtype": name} for name in ("int8", "w8a16")}
 Timed = Callable[[int], float]  # a round's number -> seconds
 
 
