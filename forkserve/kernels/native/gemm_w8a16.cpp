@@ -10,6 +10,7 @@ namespace fs {
 namespace {
 
 constexpr int GROUP = 32;  // inputs that share a scale
+constexpr float MOST = 32639;  // 127 * 256 + 127: of an input as an integer
 constexpr int VECTORS = PANEL / LANES;
 constexpr int TILE = GROUP * LANES;   // weights of 16 outputs in a group
 constexpr int BLOCK = GROUP * PANEL;  // and of a panel
@@ -35,18 +36,18 @@ FS_INLINE vf join(vf total, vf sum, vf x_scale, const uint16_t* w_scale) {
     return fma(sum * x_scale, load_bf16(w_scale), total);
 }
 
-// A group's scale, and its inverse by which inputs become whole numbers within 16 bits.  What is
-// too small for an inverse is 0; the scale of a NaN or an infinity is a NaN.
+// A group's scale, and its inverse by which inputs become whole numbers of two signed bytes.  What
+// is too small for an inverse is 0; the scale of a NaN or an infinity is a NaN.
 FS_INLINE void scales_of(const vf (&x)[GROUP / LANES], float* scale, float* inverse) {
     vf peak = abs(x[0]), faults = zero() * x[0];
     for (int i = 1; i < GROUP / LANES; i++) {
         peak = max(peak, abs(x[i]));
         faults = fma(zero(), x[i], faults);
     }
-    const float top = reduce_max(peak), one = top * (1.0f / 32767);
+    const float top = reduce_max(peak), one = top / MOST;
     const bool some = top > 1e-30f;
     *scale = (some ? one : 0.0f) + reduce_add(faults);
-    *inverse = some ? 32767.0f / top : 0.0f;
+    *inverse = some ? MOST / top : 0.0f;
 }
 
 FS_INLINE void load_group(const float* x, int k, int first, vf (&out)[GROUP / LANES]) {
@@ -150,85 +151,125 @@ void round_row(const float* x, int row, int rows, int k, float* ready) {
     }
 }
 
-// --- on tiles: x is [rows/16][k/32] groups of [16] scales, [16][32] high and [16][32] low bytes ---
+// --- on tiles: x is [rows/16][k/32] groups: [16] scales, the high and the low bytes [rows][32] ---
 
 #if defined(__AMX_INT8__)
 
-constexpr int TILED_ROWS = 4;  // fewer rows take less time on vectors
-constexpr int X_TILE = TILE_ROWS * GROUP;
-constexpr int X_GROUP = TILE_ROWS * 4 + 2 * X_TILE;  // bytes
+constexpr int TILED_ROWS = 4;   // fewer rows take less time on vectors
+constexpr int NARROW_ROWS = 8;  // up to which high and low bytes of all rows are one tile
 
-// Tiles for so many rows: 0 to 3 are sums, 4 and 5 weights, 6 and 7 inputs.
+constexpr int X_GROUP = TILE_ROWS * 4 + 2 * TILE_ROWS * GROUP;  // bytes of 16 rows
+
+// Rows that are done together, of so many.
+int height_of(int64_t rows) { return (int)std::min<int64_t>(rows, TILE_ROWS); }
+
+// What tiles hold, by the height of a group.
 struct Shapes {
     TileConfig of[TILE_ROWS + 1];
 };
 constexpr Shapes shapes() {
     Shapes all{};
     for (int rows = 1; rows <= TILE_ROWS; rows++) {
+        const bool narrow = rows <= NARROW_ROWS;
+        const int sums = narrow ? 3 : 4, weights = 6;  // then inputs
         TileConfig& one = all.of[rows];
         one.palette = 1;
         for (int i = 0; i < 8; i++) {
-            one.bytes[i] = i < 6 ? TILE_BYTES : GROUP;
-            one.rows[i] = uint8_t(i == 4 || i == 5 ? GROUP / QUAD : rows);
+            one.bytes[i] = i < weights ? TILE_BYTES : GROUP;
+            one.rows[i] = uint8_t(i >= sums && i < weights ? GROUP / QUAD : narrow ? 2 * rows : rows);
         }
     }
     return all;
 }
 constexpr Shapes SHAPES = shapes();
 
-// Sums of the high and of the low bytes for 16 outputs of a group.  Tiles are named by literals.
-#define FS_MULTIPLY(HIGH, LOW, WEIGHTS, codes, sums)                \
-    _tile_zero(HIGH);                                               \
-    _tile_zero(LOW);                                                \
-    _tile_loadd(WEIGHTS, codes, TILE_BYTES);                        \
-    _tile_dpbssd(HIGH, 6, WEIGHTS);                                 \
-    _tile_dpbusd(LOW, 7, WEIGHTS);                                  \
-    _tile_stored(HIGH, sums, TILE_BYTES);                           \
-    _tile_stored(LOW, sums + TILE_ROWS * LANES, TILE_BYTES)
+// Sums of the high and of the low bytes of `height` rows, for 48 outputs of a group.
+using GroupSums = int32_t[VECTORS][2 * TILE_ROWS * LANES];
 
-FS_INLINE void join_rows(const int32_t* sums, int rows, const float* x_scales,
+// cold: the first to read the weights.
+template <bool COLD>
+FS_INLINE void multiply_narrow(const int8_t* codes, const char* x, GroupSums& sums) {
+    _tile_loadd(6, x, GROUP);
+    if (COLD) fetch<TILE>(codes);
+    _tile_loadd(3, codes, TILE_BYTES);
+    _tile_zero(0);
+    _tile_dpbssd(0, 6, 3);
+    if (COLD) fetch<TILE>(codes + TILE);
+    _tile_loadd(4, codes + TILE, TILE_BYTES);
+    _tile_zero(1);
+    _tile_dpbssd(1, 6, 4);
+    if (COLD) fetch<TILE>(codes + 2 * TILE);
+    _tile_loadd(5, codes + 2 * TILE, TILE_BYTES);
+    _tile_zero(2);
+    _tile_dpbssd(2, 6, 5);
+    _tile_stored(0, sums[0], TILE_BYTES);
+    _tile_stored(1, sums[1], TILE_BYTES);
+    _tile_stored(2, sums[2], TILE_BYTES);
+}
+
+// Tiles are named by literals.
+#define FS_MULTIPLY(HIGH, LOW, WEIGHTS, codes, sums, height)   \
+    if (COLD) fetch<TILE>(codes);                              \
+    _tile_loadd(WEIGHTS, codes, TILE_BYTES);                   \
+    _tile_zero(HIGH);                                          \
+    _tile_dpbssd(HIGH, 6, WEIGHTS);                            \
+    _tile_zero(LOW);                                           \
+    _tile_dpbssd(LOW, 7, WEIGHTS);                             \
+    _tile_stored(HIGH, sums, TILE_BYTES);                      \
+    _tile_stored(LOW, sums + height * LANES, TILE_BYTES)
+
+template <bool COLD>
+FS_INLINE void multiply_wide(const int8_t* codes, const char* x, int height, GroupSums& sums) {
+    _tile_loadd(6, x, GROUP);
+    _tile_loadd(7, x + height * GROUP, GROUP);
+    FS_MULTIPLY(0, 1, 4, codes, sums[0], height);
+    FS_MULTIPLY(2, 3, 5, codes + TILE, sums[1], height);
+    FS_MULTIPLY(0, 1, 4, codes + 2 * TILE, sums[2], height);
+}
+
+FS_INLINE void join_rows(const int32_t* sums, int height, const float* x_scales,
                          const uint16_t* w_scales, float* total) {
     const vf w_scale = load_bf16(w_scales);
-    for (int r = 0; r < rows; r++) {
-        __m512i high = _mm512_load_si512(sums + r * LANES);
-        __m512i low = _mm512_load_si512(sums + (TILE_ROWS + r) * LANES);
+    const int32_t* lows = sums + height * LANES;
+    _Pragma("GCC unroll 4") for (int r = 0; r < height; r++) {
+        __m512i high = _mm512_load_si512(sums + r * LANES), low = _mm512_load_si512(lows + r * LANES);
         vf sum{_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low))};
         store(total + r * PANEL, fma(sum * set1(x_scales[r]), w_scale, load(total + r * PANEL)));
     }
 }
 
-// Totals [rows][48] of up to 16 rows.  cold: the first to read the panel.
-__attribute__((noinline)) void totals(const Panel& panel, int groups, const char* x, int rows,
-                                      float* total, bool cold) {
-    alignas(64) int32_t sums[VECTORS][2 * TILE_ROWS * LANES];
-    std::fill(total, total + rows * PANEL, 0.0f);
+// Totals [height][48] of a group of rows.
+template <bool COLD>
+__attribute__((noinline)) void totals(const Panel& panel, int groups, const char* x, int height,
+                                      float* total) {
+    alignas(64) GroupSums sums;
+    std::fill(total, total + height * PANEL, 0.0f);
     const int8_t* codes = panel.codes;
-    for (int g = 0; g < groups; g++, codes += BLOCK, x += X_GROUP) {
-        if (cold) fetch<BLOCK>(codes);
+    const uint16_t* scales = panel.scales;
+    for (int g = 0; g < groups; g++, codes += BLOCK, scales += PANEL, x += X_GROUP) {
+        const float* x_scales = (const float*)x;
         const char* bytes = x + TILE_ROWS * 4;
-        _tile_loadd(6, bytes, GROUP);
-        _tile_loadd(7, bytes + X_TILE, GROUP);
-        FS_MULTIPLY(0, 1, 4, codes, sums[0]);
-        FS_MULTIPLY(2, 3, 5, codes + TILE, sums[1]);
-        FS_MULTIPLY(0, 1, 4, codes + 2 * TILE, sums[2]);
+        if (height <= NARROW_ROWS)
+            multiply_narrow<COLD>(codes, bytes, sums);
+        else
+            multiply_wide<COLD>(codes, bytes, height, sums);
         for (int v = 0; v < VECTORS; v++)
-            join_rows(sums[v], rows, (const float*)x, panel.scales + g * PANEL + v * LANES,
-                      total + v * LANES);
+            join_rows(sums[v], height, x_scales, scales + v * LANES, total + v * LANES);
     }
 }
 
 void by_tiles(const Packed& w, const float* ready, int rows, int begin, int end, float* y,
               int64_t y_stride, bool add) {
     alignas(64) float total[TILE_ROWS * PANEL];
-    const int groups = (int)groups_of(w.k);
-    Tiles tiles(SHAPES.of[std::min(rows, TILE_ROWS)]);
+    const int groups = (int)groups_of(w.k), height = height_of(rows);
+    Tiles tiles(SHAPES.of[height]);
     for (int p = begin; p < end; p++) {
         const Panel panel(w, p, groups);
         for (int row = 0; row < rows; row += TILE_ROWS) {
-            const int count = std::min(TILE_ROWS, rows - row);
             const char* x = (const char*)ready + int64_t(row) / TILE_ROWS * groups * X_GROUP;
-            totals(panel, groups, x, count, total, row == 0);
-            for (int r = 0; r < count; r++)
+            auto body = row == 0 ? totals<true> : totals<false>;
+            body(panel, groups, x, height, total);
+            for (int r = 0; r < std::min(height, rows - row); r++)
                 for (int at = 0; at < PANEL; at += LANES)
                     finish(y + (row + r) * y_stride + p * PANEL + at, load(total + r * PANEL + at),
                            panel.bias ? panel.bias + at : nullptr, panel.valid - at, add);
@@ -237,8 +278,9 @@ void by_tiles(const Packed& w, const float* ready, int rows, int begin, int end,
 }
 
 // Row `row` of x to its place.  Rows behind the last one of a tile hold anything.
-void tile_row(const float* x, int row, int k, float* ready) {
+void tile_row(const float* x, int row, int rows, int k, float* ready) {
     const int groups = (int)groups_of(k), within = row % TILE_ROWS;
+    const int to_low = height_of(rows) * GROUP;
     char* out = (char*)ready + int64_t(row) / TILE_ROWS * groups * X_GROUP;
     for (int g = 0; g < groups; g++, out += X_GROUP) {
         vf some[GROUP / LANES];
@@ -248,9 +290,10 @@ void tile_row(const float* x, int row, int k, float* ready) {
         char* bytes = out + TILE_ROWS * 4 + within * GROUP;
         for (int i = 0; i < GROUP / LANES; i++, bytes += LANES) {
             __m512i whole = _mm512_cvtps_epi32((some[i] * set1(inverse)).a);
-            __m128i high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(whole, 8));
+            __m512i up = _mm512_add_epi32(whole, _mm512_set1_epi32(128));  // low bytes are signed
+            __m128i high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(up, 8));
             _mm_store_si128((__m128i*)bytes, high);
-            _mm_store_si128((__m128i*)(bytes + X_TILE), _mm512_cvtepi32_epi8(whole));
+            _mm_store_si128((__m128i*)(bytes + to_low), _mm512_cvtepi32_epi8(whole));
         }
     }
 }
@@ -261,7 +304,7 @@ bool tiled(int64_t rows) { return rows >= TILED_ROWS; }
 
 constexpr int TILE_ROWS = 1, X_GROUP = 0;
 void by_tiles(const Packed&, const float*, int, int, int, float*, int64_t, bool) {}
-void tile_row(const float*, int, int, float*) {}
+void tile_row(const float*, int, int, int, float*) {}
 bool tiled(int64_t) { return false; }
 
 #endif
@@ -317,7 +360,7 @@ int64_t w8a16_ready_floats(int64_t rows, int64_t k) {
 void w8a16_ready(const float* x, int rows, int begin, int end, int k, float* out) {
     for (int row = begin; row < end; row++) {
         if (tiled(rows))
-            tile_row(x + int64_t(row) * k, row, k, out);
+            tile_row(x + int64_t(row) * k, row, rows, k, out);
         else
             round_row(x + int64_t(row) * k, row, rows, k, out);
     }

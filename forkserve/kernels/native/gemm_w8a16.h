@@ -1,6 +1,6 @@
 // Products of 8-bit weights with 16-bit inputs, both integers with a scale for every 32.
 //
-// An input is rounded once, to a scale of its own row: 1/32767 of the largest of its 32.  Sums of 32
+// An input is rounded once, to a scale of its own row: 1/32639 of the largest of its 32.  Sums of 32
 // products are integers, which are exact in any order; as floats, times both scales, they join the
 // total in ascending order of k.  So matrix units, which take an input as two bytes, and vectors give
 // the same bits.
