@@ -37,8 +37,7 @@ TARGETS = {
     "x86_64": {
         "avx2": ("-march=x86-64-v3",),
         "avx512": _AVX512,
-        "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16",
-                "-mamx-int8"),
+        "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     },
     "aarch64": {"neon": ("-march=armv8.2-a",)},
 }

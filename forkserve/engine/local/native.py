@@ -29,7 +29,7 @@ VERSIONS = {
     "int8": "native/v1",
     "w8a16": "native/v1",
 }
-_KV_DTYPES = {variant: torch.bfloat16 for variant in VERSIONS} | {"float32": torch.float32}
+_KV_DTYPES = dict.fromkeys(VERSIONS, torch.bfloat16) | {"float32": torch.float32}
 _PAIRED = ("bfloat16", "w8a16")  # attention rounds its operands to bfloat16
 
 
