@@ -37,13 +37,13 @@ TARGETS = {
     "x86_64": {
         "avx2": ("-march=x86-64-v3",),
         "avx512": _AVX512,
-        "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     },
     "aarch64": {"neon": ("-march=armv8.2-a",)},
 }
 # What a compiler or assembler may be too old for: without them a library is left out.
 NEWER = {
-    "amx": "#include <immintrin.h>\nvoid f() { _tile_zero(0); _tile_dpbf16ps(0, 1, 2); }\n",
+    "amx": "#include <immintrin.h>\nvoid f() { _tile_dpbf16ps(0, 1, 2); _tile_dpbusd(3, 1, 2); }\n",
 }
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 

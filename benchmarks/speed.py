@@ -32,7 +32,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
 }
 if library.available() is None:
-    VARIANTS["int8"] = {"dtype": "int8"}
+    for _name in ("int8", "w8a16"):
+        VARIANTS[_name] = {"dtype": _name}
 Timed = Callable[[int], float]  # a round's number -> seconds
 
 

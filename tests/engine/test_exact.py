@@ -27,7 +27,7 @@ from .rig import Node, Rig, kv_rows
 
 _absent = library.available()
 pytestmark = pytest.mark.skipif(_absent is not None, reason=str(_absent))
-VARIANTS = ("float32", "bfloat16", "int8")
+VARIANTS = ("float32", "bfloat16", "int8", "w8a16")
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("qwen3", {}),
@@ -167,13 +167,13 @@ def test_tiny(checkpoint: Checkpoints, variant: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("isa", library.supported()[1:])
-@pytest.mark.parametrize("seed", [1, 3])
-def test_tiny_bfloat16_on_other_instruction_sets(
-    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, isa: str, seed: int
+@pytest.mark.parametrize(("variant", "seed"), [("bfloat16", 1), ("bfloat16", 3), ("w8a16", 1)])
+def test_tiny_on_other_instruction_sets(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, isa: str, variant: str, seed: int
 ) -> None:
-    """Its products are kernels of their own where there are matrix units, and where not."""
+    """Products are kernels of their own where there are matrix units, and where not."""
     monkeypatch.setenv("FORKSERVE_ISA", isa)
-    wander(checkpoint, "bfloat16", seed)
+    wander(checkpoint, variant, seed)
 
 
 def wander(checkpoint: Checkpoints, variant: str, seed: int) -> None:

@@ -200,8 +200,9 @@ def test_settings_are_checked(checkpoint: Checkpoints) -> None:
         LocalBackend(tiny_config(), folder, kernels="cuda")
     with pytest.raises(ConfigError, match="page_size 8 is not a multiple of 16"):
         LocalBackend(tiny_config(page_size=8), folder, kernels="native")
-    with pytest.raises(ConfigError, match="'int8' needs the native kernels"):
-        LocalBackend(tiny_config(), folder, dtype="int8", kernels="torch")
+    for variant in ("int8", "w8a16"):
+        with pytest.raises(ConfigError, match=f"'{variant}' needs the native kernels"):
+            LocalBackend(tiny_config(), folder, dtype=variant, kernels="torch")
     with pytest.raises(ConfigError, match=r"GB.*capacity_pages"):
         LocalBackend(ForkServeConfig(capacity_pages=10**13), folder)
     plain = LocalBackend(tiny_config(page_size=8), folder)

@@ -44,12 +44,35 @@ def stored(w: np.ndarray, kind: str) -> np.ndarray:
         return w
     if kind == "bfloat16":
         return bf16(w)
+    whole, scale = eight_bits(w)
+    return (whole * scale[..., None]).reshape(len(w), -1)[:, : w.shape[1]]
+
+
+def eight_bits(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Weights as integers [n, blocks, 32] and scales [n, blocks]."""
     n, k = w.shape
     blocks = np.pad(w, ((0, 0), (0, -k % 32))).reshape(n, -1, 32)
-    scale = bf16(np.abs(blocks).max(2) / np.float32(127))[..., None]
+    scale = bf16(np.abs(blocks).max(2) / np.float32(127))
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
-    whole = np.rint(blocks * inverse).clip(-127, 127)
-    return (whole * scale).reshape(n, -1)[:, :k]
+    return np.rint(blocks * inverse[..., None]).clip(-127, 127), scale
+
+
+def sixteen_bits(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs of w8a16 likewise."""
+    rows, k = x.shape
+    blocks = np.pad(x, ((0, 0), (0, -k % 32))).reshape(rows, -1, 32)
+    top, most = np.abs(blocks).max(2), np.float32(127 * 257)
+    some = top > np.float32(1e-30)
+    inverse = np.divide(most, top, out=np.zeros_like(top), where=some)
+    return np.rint(blocks * inverse[..., None]), np.where(some, top / most, np.float32(0))
+
+
+def taken(x: np.ndarray, kind: str) -> np.ndarray:
+    """What products take x for."""
+    if kind == "w8a16":
+        whole, scale = sixteen_bits(x)
+        return (whole * scale[..., None]).reshape(len(x), -1)[:, : x.shape[1]]
+    return bf16(x) if kind == "bfloat16" else x
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,8 +83,7 @@ def test_against_float64(kind: str, size: tuple[int, int], with_bias: bool) -> N
     w, x = random(n, k), random(33, k, seed=1)
     bias = random(n, seed=2) if with_bias else None
     linear = pack(library.load(), w, bias, kind, 2)
-    taken = bf16(x) if kind == "bfloat16" else x
-    want = taken.astype(np.float64) @ stored(w, kind).astype(np.float64).T
+    want = taken(x, kind).astype(np.float64) @ stored(w, kind).astype(np.float64).T
     if bias is not None:
         want += bias
     for isa in library.supported():
@@ -79,7 +101,7 @@ def test_a_row_has_the_same_bits_in_every_company(kind: str) -> None:
     whole = product(linear, x)
     order = np.random.default_rng(3).permutation(512)
     for isa in library.supported():
-        for rows in (1, 2, 3, 7, 8, 9, 33, 512):
+        for rows in (1, 2, 3, 4, 7, 8, 9, 16, 33, 512):
             assert np.array_equal(product(linear, x[:rows], isa), whole[:rows]), (isa, rows)
         assert np.array_equal(product(linear, x[order], isa), whole[order])
     for threads in (2, 3):
@@ -99,13 +121,14 @@ def test_packing_does_not_depend_on_instruction_set_or_team(kind: str) -> None:
             assert (a is None and b is None) or np.array_equal(a, b)
 
 
-def test_int8_blocks_of_zeros_and_of_extremes() -> None:
+@pytest.mark.parametrize("kind", ["int8", "w8a16"])
+def test_blocks_of_zeros_and_of_extremes(kind: str) -> None:
     w, x = np.zeros((48, 70), np.float32), np.ones((1, 70), np.float32)
     w[3, 33:] = -1e-3  # a block of zeros, then blocks of which each has its own scale
     w[4, :32] = 127.0
     w[4, 32:] = 1.0
     w[5, 69] = np.float32(1e-42)  # too small for a scale
-    y = product(pack(library.load(), w, None, "int8", 1), x)[0]
+    y = product(pack(library.load(), w, None, kind, 1), x)[0]
     assert y[3] == pytest.approx(-37e-3, rel=5e-3)
     assert y[4] == pytest.approx(127 * 32 + 38, rel=5e-3)
     assert np.isfinite(y).all()
@@ -238,3 +261,48 @@ def test_bfloat16_leaves_the_rules_for_denormal_numbers_as_they_were() -> None:
     for isa in library.supported():
         product(linear, random(5, 64), isa)
         assert np.float32(2.0**-126) * np.float32(0.5) > 0
+
+
+# --- w8a16: integers within a block, then one order ---------------------------------------------
+
+
+def in_blocks(w: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """x w^T as w8a16 sums it: exact within blocks of 32, which join the total one by one."""
+    (weights, scales), (inputs, x_scales) = eight_bits(w), sixteen_bits(x)
+    total = np.zeros((len(x), len(w)), np.float32)
+    for b in range(scales.shape[1]):
+        sums = inputs[:, b].astype(np.int64) @ weights[:, b].astype(np.int64).T
+        total = fused(sums.astype(np.float32) * x_scales[:, b, None], scales[None, :, b], total)
+    return total
+
+
+def test_w8a16_sums_blocks_in_ascending_order() -> None:
+    """Rows on vectors, on one tile and on several, against numpy bit for bit."""
+    w, x = random(50, 75), random(37, 75, seed=1)
+    x[3] *= 1e5
+    x[4, :32], x[5, 32:64] = 0, 1e-31  # without a scale
+    x[6, 7], w[9] = -3e4, -w[9]  # both ends of the range
+    want = in_blocks(w, x)
+    linear = pack(library.load(), w, None, "w8a16", 1)
+    for isa in library.supported():
+        for rows in (1, 3, 4, 8, 9, 16, 37):
+            parts = [product(linear, x[i : i + rows], isa) for i in range(0, len(x), rows)]
+            assert np.array_equal(np.concatenate(parts), want), (isa, rows)
+
+
+def test_w8a16_inputs_keep_more_than_bfloat16_does() -> None:
+    w, x = np.eye(64, dtype=np.float32), random(20, 64)
+    y = product(pack(library.load(), w, None, "w8a16", 1), x)
+    top = np.repeat(np.abs(x.reshape(20, 2, 32)).max(2), 32, axis=1)
+    assert (np.abs(y / stored(w, "w8a16")[0, 0] - x) < top / 6e4).all()
+
+
+def test_w8a16_infinities_and_nans_stay_in_their_rows() -> None:
+    w, x = random(50, 70), random(20, 70, seed=1)
+    x[3, 5], x[4, 69] = np.inf, np.nan
+    linear = pack(library.load(), w, None, "w8a16", 1)
+    for isa in library.supported():
+        for rows in (20, 5):
+            got = product(linear, x[:rows], isa)
+            assert np.isnan(got[[3, 4]]).all()
+            assert np.isfinite(np.delete(got, [3, 4], axis=0)).all()

@@ -255,7 +255,7 @@ def test_a_deleted_database_costs_the_sessions_not_the_kv(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("dtype", "kernels"),
     [
-        *(("float32", "native"), ("bfloat16", "native"), ("int8", "native")),
+        *(("float32", "native"), ("bfloat16", "native"), ("int8", "native"), ("w8a16", "native")),
         *(("float32", "torch"), ("bfloat16", "torch")),
     ],
 )

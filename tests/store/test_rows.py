@@ -77,7 +77,7 @@ def test_missing_rows_change_the_mock() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "w8a16"])
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_rows_of_the_bundled_engine_travel(kernels: str, dtype: str) -> None:
     from forkserve.engine import LocalBackend
@@ -88,7 +88,7 @@ def test_rows_of_the_bundled_engine_travel(kernels: str, dtype: str) -> None:
         if why := library.available():
             pytest.skip(why)
         config = ForkServeConfig(page_size=16, capacity_pages=64, max_batch_tokens=64)
-    elif dtype == "int8":
+    elif dtype in ("int8", "w8a16"):
         pytest.skip("a variant of the native kernels")
     backend = LocalBackend(config, dtype=dtype, kernels=kernels)
     check(backend)

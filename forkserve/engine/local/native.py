@@ -23,8 +23,14 @@ from forkserve.types import RowCopy, Span, Work
 __all__ = ["NativeRunner"]
 
 # Of the results of each variant: raise it when a bit of any changes.
-VERSIONS = {"float32": "native/v1", "bfloat16": "native/v2", "int8": "native/v1"}
-_KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
+VERSIONS = {
+    "float32": "native/v1",
+    "bfloat16": "native/v2",
+    "int8": "native/v1",
+    "w8a16": "native/v1",
+}
+_KV_DTYPES = dict.fromkeys(VERSIONS, torch.bfloat16) | {"float32": torch.float32}
+_PAIRED = ("bfloat16", "w8a16")  # attention rounds its operands to bfloat16
 
 
 class NativeRunner:
@@ -42,7 +48,7 @@ class NativeRunner:
         self._turns = [loader.rope(table) for table in spec.ropes]
         self._forward: Forward | None = loader.forward(self._turns)
         size = KVSize.of(spec, setup, _KV_DTYPES[setup.variant])
-        self.kv = NativeKV(self._library, size, paired=setup.variant == "bfloat16")
+        self.kv = NativeKV(self._library, size, paired=setup.variant in _PAIRED)
         plans = {
             window: AttentionPlan(
                 self._library,

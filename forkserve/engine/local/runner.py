@@ -26,7 +26,8 @@ Ints = npt.NDArray[np.int32]
 
 KERNELS = ("auto", "native", "torch")
 # Execution variants: the numbers that weights are kept in; see docs/engine.md.
-VARIANTS = ("float32", "bfloat16", "int8")
+VARIANTS = ("float32", "bfloat16", "int8", "w8a16")
+_NATIVE = ("int8", "w8a16")  # variants that have native kernels only
 
 
 class Runner(Protocol):
@@ -109,9 +110,9 @@ def make_runner(source: Checkpoint, setup: Setup, kernels: str) -> tuple[Runner,
             from forkserve.engine.local.native import NativeRunner
 
             return NativeRunner(source, setup), None
-    if setup.variant == "int8":
+    if setup.variant in _NATIVE:
         raise ConfigError(
-            "dtype 'int8' needs the native kernels"
+            f"dtype '{setup.variant}' needs the native kernels"
             + (f": {reason}" if reason else "; leave out kernels='torch'")
         )
     from forkserve.engine.local.torch_runner import TorchRunner

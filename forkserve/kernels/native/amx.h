@@ -35,7 +35,7 @@ inline constexpr TileConfig WHOLE_TILES = {1,
 // Tiles are configured while one of these lives; released, they cost a thread switch nothing.
 class Tiles {
    public:
-    Tiles() { _tile_loadconfig(&WHOLE_TILES); }
+    explicit Tiles(const TileConfig& shapes = WHOLE_TILES) { _tile_loadconfig(&shapes); }
     ~Tiles() { _tile_release(); }
     Tiles(const Tiles&) = delete;
 };

@@ -55,7 +55,7 @@ struct Scratch {
         take(coarse, (rows + LINE) * padded(dim));
         take(weights, (rows + LINE) * WEIGHTS);
         take(keys, 2 * padded(dim) * LANES);
-        take(values, dim * SPLIT);
+        take(values, dim * PAIRED * VALUE_BLOCKS);
 #else
         (void)dim;
         coarse = weights = keys = values = nullptr;

@@ -15,6 +15,8 @@
 namespace fs {
 namespace {
 
+constexpr int SOON = 16;                        // positions whose values are fetched ahead
+constexpr int VALUE_BLOCKS = 4;                 // of positions, whose values are put in pairs at once
 constexpr int TILED_VECTORS = 6;                // fewer take less time on vectors
 constexpr int WEIGHTS = SPLIT + PAIRED;         // bfloat16 from one row of weights to the next
 constexpr int TILE_PAIRS = TILE_ROWS * PAIRED;  // elements of a tile of operands
@@ -107,8 +109,13 @@ inline void tile_scores(const uint16_t* q, int n, const uint16_t* const* block, 
         const int columns = std::min(count, 2);
         for (int c = 0; c < columns; c++) {
             uint16_t* to = pairs + c * each;
-            for (int64_t d = 0; d < dim; d += 2)
+            // The processor's own read-ahead stops where a page ends.
+            const uint16_t* next = block[std::min(c + 2, count - 1)];
+            for (int64_t d = 0; d < dim; d += 2) {
+                __builtin_prefetch(next + d * step);
+                __builtin_prefetch(next + (d + 1) * step);
                 interleave(block[c] + d * step, block[c] + (d + 1) * step, to + d * LANES);
+            }
             std::fill(to + dim * LANES, to + each, 0);
         }
         multiply_vectors(q, wide, n, pairs, each, columns, TILE_PAIRS, int(wide / PAIRED), scores,
@@ -116,25 +123,31 @@ inline void tile_scores(const uint16_t* q, int n, const uint16_t* const* block, 
     }
 }
 
-// o += weights * V of n vectors for blocks of 32 positions.  row(i): the values of position i, or
-// null where there is none.  pairs: as many tiles as those values fill.
+// o += weights * V of n vectors for blocks of 32 positions, some of them at a time, so that their
+// pairs stay in L1.  row(i): the values of position i, or null where there is none.
 template <class Row>
 void tile_values(const uint16_t* weights, int n, int blocks, int64_t dim, Row row, uint16_t* pairs,
                  float* o) {
     alignas(64) static constexpr uint16_t none[256] = {};
     const int64_t step = dim * PAIRED;
-    uint16_t* to = pairs;
-    for (int i = 0; i < blocks * PAIRED; i += 2) {
-        const uint16_t *a = row(i), *b = row(i + 1);
-        if (!a) a = none;
-        if (!b) b = none;
-        for (int64_t d = 0; d < dim; d += LANES)
-            interleave(a + d, b + d, to + d * PAIRED + i % PAIRED * LANES);
-        if (i % PAIRED == PAIRED - 2) to += step;
+    for (int first = 0; first < blocks; first += VALUE_BLOCKS) {
+        const int last = std::min(first + VALUE_BLOCKS, blocks);
+        uint16_t* to = pairs;
+        for (int i = first * PAIRED; i < last * PAIRED; i += 2) {
+            const uint16_t *a = row(i), *b = row(i + 1);
+            for (int j = i + SOON; j < std::min(i + SOON + 2, blocks * PAIRED); j++)
+                if (const uint16_t* soon = row(j))
+                    for (int64_t d = 0; d < dim; d += TILE_BYTES / 2) __builtin_prefetch(soon + d);
+            if (!a) a = none;
+            if (!b) b = none;
+            for (int64_t d = 0; d < dim; d += LANES)
+                interleave(a + d, b + d, to + d * PAIRED + i % PAIRED * LANES);
+            if (i % PAIRED == PAIRED - 2) to += step;
+        }
+        for (int64_t d = 0; d < dim; d += 2 * LANES)
+            multiply_vectors(weights + first * PAIRED, WEIGHTS, n, pairs + d * PAIRED, TILE_PAIRS,
+                             dim - d > LANES ? 2 : 1, step, last - first, o + d, WIDE, true);
     }
-    for (int64_t d = 0; d < dim; d += 2 * LANES)
-        multiply_vectors(weights, WEIGHTS, n, pairs + d * PAIRED, TILE_PAIRS,
-                         dim - d > LANES ? 2 : 1, step, blocks, o + d, WIDE, true);
 }
 
 }  // namespace

@@ -46,8 +46,8 @@ void softmax(float* s, int begin, int end, int low, int high, float softcap, flo
         if constexpr (!P) {
             e = exp(e);
         } else {
-            e = rounded(coarse_exp(e));
-            if (coarse) store_bf16(coarse + i, e);
+            e = coarse_exp(e);
+            e = coarse ? store_rounded(coarse + i, e) : rounded(e);
         }
         total = total + e;
         store(s + i, e);

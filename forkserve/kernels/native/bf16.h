@@ -59,6 +59,7 @@ struct Pairs {
 //
 // load_pairs: 16 pairs of bfloat16, whose first halves are `even`.
 // store_bf16: 16 values that are bfloat16 already.
+// store_rounded: x rounded, which is stored as bfloat16 too.
 #if defined(__AVX512F__)
 
 #if defined(__AVX512BF16__)
@@ -151,6 +152,20 @@ FS_INLINE void store_bf16(uint16_t* p, vf x) {
         vst1_u16(p + 4 * i, vshrn_n_u32(vreinterpretq_u32_f32(x.r[i]), 16));
 }
 
+#endif
+
+#if defined(__AVX512BF16__)
+FS_INLINE vf store_rounded(uint16_t* p, vf x) {
+    const __m256i narrow = (__m256i)_mm512_cvtneps_pbh(x.a);
+    _mm256_storeu_si256((__m256i*)p, narrow);
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16))};
+}
+#else
+FS_INLINE vf store_rounded(uint16_t* p, vf x) {
+    x = rounded(x);
+    store_bf16(p, x);
+    return x;
+}
 #endif
 
 }  // namespace fs

@@ -47,7 +47,7 @@ struct Desk {
 
     void reserve(const Model& m, int64_t rows) {
         int64_t widest = std::max({m.hidden, m.ffn, m.heads * m.dim});
-        if (takes_ready(m.head)) rounded.reserve(ready_floats(rows, widest));
+        if (takes_ready(m.head)) rounded.reserve(ready_floats(m.head.kind, rows, widest));
         input.reserve(rows * m.hidden);
         gate.reserve(rows * m.ffn);
         up.reserve(rows * m.ffn);
@@ -104,7 +104,7 @@ class Forward {
         bool apart = by.alone || count <= PRIVATE_ROWS;
         float* out = apart ? desks_[by.tid].rounded : desk(by).rounded;
         auto fill = [&](int64_t begin, int64_t end) {
-            ready(x, (int)count, (int)begin, (int)end, w.k, out);
+            ready(w, x, (int)count, (int)begin, (int)end, out);
         };
         if (apart)
             fill(0, count);

@@ -4,6 +4,7 @@
 
 #include "bf16.h"
 #include "gemm_bf16.h"
+#include "gemm_w8a16.h"
 #include "threads.h"
 
 namespace fs {
@@ -145,12 +146,14 @@ void pack_panel(int kind, const float* w, int rows, int64_t k, void* data) {
         return;
     }
     if (kind == BF16) return bf16_pack_panel(w, rows, k, (uint16_t*)data);
+    if (kind == W8A16) return w8a16_pack_panel(w, rows, k, data);
     for (int64_t i = 0; i < k; i++)
         for (int r = 0; r < rows; r++) ((float*)data)[i * PANEL + r] = w[r * k + i];
 }
 
 int64_t panel_bytes(int kind, int64_t k) {
     if (kind == I8) return panel_bytes<Int8>(k);
+    if (kind == W8A16) return w8a16_panel_bytes(k);
     return kind == F32 ? panel_bytes<Float32>(k) : bf16_panel_bytes(k);
 }
 
@@ -160,6 +163,7 @@ void unpack_row(const Packed& w, int64_t index, float* out) {
     const char* panel = (const char*)w.data + index / PANEL * panel_bytes(w.kind, w.k);
     int64_t lane = index % PANEL;
     if (w.kind == BF16) return bf16_unpack((const uint16_t*)panel, lane, w.k, out);
+    if (w.kind == W8A16) return w8a16_unpack(panel, lane, w.k, out);
     for (int64_t i = 0; i < w.k; i++) {
         if (w.kind == F32) {
             out[i] = ((const float*)panel)[i * PANEL + lane];
@@ -172,12 +176,23 @@ void unpack_row(const Packed& w, int64_t index, float* out) {
     }
 }
 
+int64_t ready_floats(int kind, int64_t rows, int64_t k) {
+    return kind == W8A16 ? w8a16_ready_floats(rows, k) : bf16_ready_floats(rows, k);
+}
+
+void ready(const Packed& w, const float* x, int rows, int begin, int end, float* out) {
+    auto body = w.kind == W8A16 ? w8a16_ready : bf16_ready;
+    body(x, rows, begin, end, w.k, out);
+}
+
 void linear(const Packed& w, const float* x, int64_t x_stride, int rows, int begin, int end,
             float* y, int64_t y_stride, bool add) {
     if (w.kind == F32)
         product<Float32>(w, x, x_stride, rows, begin, end, y, y_stride, add);
     else if (w.kind == BF16)
         bf16_linear(w, x, rows, begin, end, y, y_stride, add);
+    else if (w.kind == W8A16)
+        w8a16_linear(w, x, rows, begin, end, y, y_stride, add);
     else
         product<Int8>(w, x, x_stride, rows, begin, end, y, y_stride, add);
 }
@@ -209,8 +224,8 @@ int fs_linear(const fs::Packed* w, const float* x, int64_t m, float* y, int thre
         fs::Team team(threads);
         std::vector<float> rounded;
         if (fs::takes_ready(*w)) {
-            rounded.resize(fs::ready_floats(m, w->k));
-            fs::ready(x, (int)m, 0, (int)m, w->k, rounded.data());
+            rounded.resize(fs::ready_floats(w->kind, m, w->k));
+            fs::ready(*w, x, (int)m, 0, (int)m, rounded.data());
             x = rounded.data();
         }
         team.run([&](int) {

@@ -221,13 +221,13 @@ void bf16_unpack(const uint16_t* panel, int64_t lane, int64_t k, float* out) {
     for (int64_t i = 0; i < k; i++) out[i] = from_bf16(panel[i / 2 * 2 * PANEL + 2 * lane + i % 2]);
 }
 
-int64_t ready_floats(int64_t rows, int64_t k) {
+int64_t bf16_ready_floats(int64_t rows, int64_t k) {
     int64_t padded = blocks_of(k) * PAIRED;
     if (!tiled(rows)) return rows * padded;
     return (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS * padded / 2;
 }
 
-void ready(const float* x, int rows, int begin, int end, int k, float* out) {
+void bf16_ready(const float* x, int rows, int begin, int end, int k, float* out) {
     for (int row = begin; row < end; row++) {
         const float* from = x + int64_t(row) * k;
         if (tiled(rows))

@@ -17,7 +17,9 @@ void bf16_pack_panel(const float* w, int rows, int64_t k, uint16_t* data);
 // Output `lane` of a panel as float32 [k].
 void bf16_unpack(const uint16_t* panel, int64_t lane, int64_t k, float* out);
 
-// See `linear` of gemm.h, whose `ready` belongs here as well.
+// See gemm.h for these.
+int64_t bf16_ready_floats(int64_t rows, int64_t k);
+void bf16_ready(const float* x, int rows, int begin, int end, int k, float* out);
 void bf16_linear(const Packed& w, const float* x, int rows, int begin, int end, float* y,
                  int64_t y_stride, bool add);
 

@@ -12,12 +12,12 @@ from forkserve.errors import BackendError, ConfigError
 
 __all__ = ["ABI", "Library", "available", "load", "supported"]
 
-ABI = 3  # raised with every change of an exported function or structure
+ABI = 4  # raised with every change of an exported function or structure
 _FOLDER = Path(__file__).parent
 # Best first: what the processor must have, by the names of /proc/cpuinfo.
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
 _NEEDS = {
-    "amx": {*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"},
+    "amx": {*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
     "avx512": _AVX512,
     "avx2": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"},
     "neon": {"asimd"},

@@ -14,7 +14,7 @@ from forkserve.errors import BackendError
 
 __all__ = ["KINDS", "PANEL", "Packed", "PackedLinear", "pack", "pointer"]
 
-KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "w8a16": 3}
 PANEL = 48  # outputs packed together, as in gemm.h
 Array = npt.NDArray[Any]
 
