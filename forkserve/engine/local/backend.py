@@ -171,7 +171,7 @@ class LocalBackend:
 
     def _run(self, runner: Runner, works: Sequence[Work]) -> list[WorkResult]:
         self._check(works)
-        ids = np.array([token for work in works for token in work.tokens])
+        ids = np.concatenate([np.asarray(work.tokens) for work in works])
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.info.vocab_size:
             raise BackendError(

@@ -57,6 +57,7 @@ class NativeRunner:
             )
             for window in set(spec.windows)
         }
+        self._distinct = list(plans.values())
         self._plans = [plans[window] for window in spec.windows]
         self._window = spec.window
         self._buffer = np.empty((0, spec.vocab), np.float32)
@@ -71,7 +72,7 @@ class NativeRunner:
         for turns in self._turns:
             turns.reach(end)
         tables = attention.gather(works, self.kv.page_size, self._window)
-        for plan in dict.fromkeys(self._plans):
+        for plan in self._distinct:
             plan.build(tables)
         rows = np.array(wanted, np.int32)
         logits = self._logits(len(rows), keep)
@@ -89,7 +90,7 @@ class NativeRunner:
         """See `Runner`."""
         if self._forward is not None:
             self._forward.close()
-            for plan in self._plans:
+            for plan in self._distinct:
                 plan.close()
         self._forward = None
         self.kv.close()

@@ -151,7 +151,7 @@ class Forward:
         where a smaller batch may still fit, `BackendError` where no threads can be had.
         """
         top = np.empty(len(rows), np.int32)
-        handles = (ctypes.c_void_p * len(plans))(*(plan.handle for plan in plans))
+        handles = (ctypes.c_void_p * len(plans))(*[plan.handle for plan in plans])
         call = _Call(
             *(len(ids), pointer(ids), ctypes.addressof(handles), ctypes.addressof(pool)),
             *(len(rows), pointer(rows), pointer(logits), pointer(top), pointer(self.seconds)),
