@@ -154,26 +154,27 @@ def _filter(weights: _Doubles, params: SamplingParams) -> _Ids | None:
 
 
 def _top_k(weights: _Doubles, k: int) -> _Ids:
-    kept = np.flatnonzero(weights >= _reached(weights, k))
-    if kept.size > k:
-        among = weights[kept]
-        kth = np.partition(among, -k)[-k]
-        above = kept[among > kth]
-        equal = kept[among == kth][: k - above.size]  # at the border the lowest ids stay
-        kept = np.sort(np.concatenate([above, equal]))
-    return kept
+    likely = weights[weights >= _reached(weights, k)]
+    return _likeliest(weights, k, np.partition(likely, -k)[-k])
 
 
 def _top_p(weights: _Doubles, p: float) -> _Ids:
     """The likeliest ids, until those before one have the mass p.
 
-    Only ids that may be among them are put in order.  All below `least` have less than half of the
-    mass that may be left out, short of what sums of so many weights may be off by: the others
-    reach p without them.
+    Only weights that may be among theirs are put in order.  All below `least` have less than half
+    of the mass that may be left out, short of what sums of so many may be off by: the others reach
+    p without them.
     """
     size, total = weights.size, weights.sum()
     least = ((1 - p) / 2 - np.finfo(np.float64).eps * size) * total / size
-    likely = np.flatnonzero(weights >= least)
-    order = likely[np.argsort(-weights[likely], kind="stable")]
-    ordered = weights[order]
-    return np.sort(order[np.cumsum(ordered) - ordered < p * total])
+    ordered = np.sort(weights[weights >= least])[::-1]
+    count = int(np.count_nonzero(np.cumsum(ordered) - ordered < p * total))
+    return _likeliest(weights, count, ordered[count - 1])
+
+
+def _likeliest(weights: _Doubles, count: int, least: float) -> _Ids:
+    """The `count` likeliest indices, ascending.  least: the smallest weight among theirs."""
+    kept = np.flatnonzero(weights >= least)
+    if kept.size > count:  # of equal ones the lowest ids stay
+        kept = np.delete(kept, np.flatnonzero(weights[kept] == least)[count - kept.size :])
+    return kept
