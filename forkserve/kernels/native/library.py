@@ -12,7 +12,7 @@ from forkserve.errors import BackendError, ConfigError
 
 __all__ = ["ABI", "Library", "available", "load", "supported"]
 
-ABI = 3  # raised with every change of an exported function or structure
+ABI = 4  # raised with every change of an exported function or structure
 _FOLDER = Path(__file__).parent
 # Best first: what the processor must have, by the names of /proc/cpuinfo.
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}

@@ -64,4 +64,4 @@ void Team::stop() {
 }  // namespace fs
 
 // Raised together with ABI of library.py.
-FS_API int fs_abi() { return 3; }
+FS_API int fs_abi() { return 4; }
