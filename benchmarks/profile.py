@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks import models
-from benchmarks.measure import Options, Report, Rounds, median, repeat, share
+from benchmarks.measure import Options, Report, Rounds, Table, median, repeat, share
 from benchmarks.speed import FREE, VARIANTS, Ours, Size
 from forkserve.engine import sampling
 from forkserve.engine.local import backend
@@ -62,23 +62,39 @@ class Case:
     steps: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class Machine:
-    """Measured ceilings: bytes and operations a second."""
+    """Bytes and operations a second: the best of all that were measured, between the cases."""
 
-    read: float
-    copy: float
-    cached: float  # copies within the caches of all threads
-    rates: dict[str, float]  # of products, by the type of their operands
+    quick: bool
+    read: float = 0.0
+    copy: float = 0.0
+    cached: float = 0.0  # copies within the caches of all threads
+    rates: dict[str, float] = field(default_factory=dict)  # of products, by type of operands
 
-    @classmethod
-    def measured(cls, quick: bool) -> Machine:
-        read, copy = models.bandwidth(16 if quick else 256)
-        cached = cached_copy() * torch.get_num_threads()
-        size = 128 if quick else 2048
-        kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-        rates = {name: product_rate(size, kind) for name, kind in kinds.items()}
-        return cls(read * 1e9, copy * 1e9, cached, rates)
+    def measure(self) -> None:
+        numbers, size = (2**18, 128) if self.quick else (2**25, 1024)
+        a, b = torch.ones(numbers), torch.ones(numbers)
+        self.read = max(self.read, rate(lambda: torch.dot(a, b), 2 * a.nbytes))
+        self.copy = max(self.copy, rate(lambda: a.copy_(b), 2 * a.nbytes))
+        small = np.ones(2**16, np.float32)
+        other, threads = small.copy(), torch.get_num_threads()
+        one = rate(lambda: np.copyto(other, small), 2 * small.nbytes, 100)
+        self.cached = max(self.cached, one * threads)
+        for name, kind in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+            x = torch.randn(size, size).to(kind)
+            found = rate(lambda x=x: torch.mm(x, x), 2 * size**3)  # type: ignore[misc]
+            self.rates[name] = max(self.rates.get(name, 0.0), found)
+
+
+def rate(call: Callable[[], object], amount: float, rounds: int = 5) -> float:
+    """Of `amount` a second, the best of some."""
+    best = 0.0
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        call()
+        best = max(best, amount / (time.perf_counter() - begin))
+    return best
 
 
 @dataclass
@@ -138,20 +154,30 @@ def run(options: Options) -> Report:
         return report
     quick = options.quick
     size = Size((48,), (32, 64), 2, 3, 2, 0.0) if quick else Size(prefill=(2048,), budget_s=30.0)
+    model: Any = models.tiny_llama() if quick else "smollm2"
+    source = open_checkpoint(model)
+    spec = source.spec
+    source.close()
+    machine, found = Machine(quick), {}
     with torch.inference_mode():
-        machine = Machine.measured(quick)
-        model: Any = models.tiny_llama() if quick else "smollm2"
-        source = open_checkpoint(model)
-        spec = source.spec
-        source.close()
         for name, chosen in VARIANTS.items():
             one = Ours(model, size, chosen)
             try:
-                variant(report, name, one, spec, machine, size)
+                for case in cases(size):
+                    machine.measure()
+                    found[name, case] = measure(one, case, spec.vocab, size)
             finally:
                 one.close()
-        draws(report, options, spec.vocab)
-    rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in machine.rates.items())
+    for name in VARIANTS:
+        table = report.table(
+            f"{name}: ms of a prompt or of a step, of the mean thread",
+            *("case", "part", "ms", "share", "limit", "limit/ms", "quiet rounds", "others"),
+        )
+        for case in cases(size):
+            most = limits(case, name, spec, machine)
+            add(table, case, found[name, case], most)
+    draws(report, options, spec.vocab)
+    rates = ", ".join(f"{name} {best / 1e9:,.0f}" for name, best in machine.rates.items())
     report.notes += [
         f"memory reads {machine.read / 1e9:.1f} GB/s and copies {machine.copy / 1e9:.1f}, "
         f"caches copy {machine.cached / 1e9:.1f}; products, GFLOP/s: {rates}",
@@ -160,28 +186,26 @@ def run(options: Options) -> Report:
     return report
 
 
-def variant(
-    report: Report, name: str, one: Ours, spec: ModelSpec, machine: Machine, size: Size
-) -> None:
-    table = report.table(
-        f"{name}: ms of a prompt or of a step, of the mean thread",
-        *("case", "part", "ms", "share", "limit", "limit/ms", "quiet rounds", "others"),
-    )
-    cases = [Case(f"prompt of {n:,}", n, 0) for n in size.prefill]
+def cases(size: Size) -> list[Case]:
     first, *_, last = size.contexts
-    cases += [Case(f"1 stream at {n:,}", n, 1, size.steps) for n in (first, last)]
-    cases += [Case(f"k={size.k} over {n:,}", n, size.k, size.steps) for n in size.contexts[1:]]
-    for case in cases:
-        found = measure(one, case, spec.vocab, size)
-        ms = {part: median([round[part] for round in found.values]) * 1e3 for part in PARTS}
-        most = {part: limit * 1e3 for part, limit in limits(case, name, spec, machine).items()}
-        rows = [(PARTS[part], ms[part], most.get(part)) for part in PARTS]
-        whole = sum(ms.values())
-        for part, took, least in [*rows, ("all", whole, sum(most.values()))]:
-            table.add(
-                *(case.name, part, took, round(took / whole, 4), least),
-                *(None if least is None else least / took, found.quiet, share(found.others)),
-            )
+    return [
+        *(Case(f"prompt of {n:,}", n, 0) for n in size.prefill),
+        *(Case(f"1 stream at {n:,}", n, 1, size.steps) for n in (first, last)),
+        *(Case(f"k={size.k} over {n:,}", n, size.k, size.steps) for n in size.contexts[1:]),
+    ]
+
+
+def add(table: Table, case: Case, found: Rounds[Seconds], most: Seconds) -> None:
+    """Parts of a case and all of it together, beside their limits."""
+    took = {part: median([one[part] for one in found.values]) for part in PARTS}
+    whole = sum(took.values())
+    rows = [(name, took[part], most.get(part)) for part, name in PARTS.items()]
+    for name, seconds, least in [*rows, ("all", whole, sum(most.values()))]:
+        limit = None if least is None else least * 1e3
+        table.add(
+            *(case.name, name, seconds * 1e3, round(seconds / whole, 4), limit),
+            *(None if least is None else least / seconds, found.quiet, share(found.others)),
+        )
 
 
 def measure(one: Ours, case: Case, vocab: int, size: Size) -> Rounds[Seconds]:
@@ -217,10 +241,10 @@ def limits(case: Case, variant: str, spec: ModelSpec, machine: Machine) -> Secon
         read, seen = case.length, case.length * (case.length + 1) / 2
     # Floats that norms, rotations and activations read and write for a row of a layer.
     touched = 4 * spec.hidden + 2 * (heads + kv) + 3 * spec.ffn
-    rate = machine.rates["bfloat16" if variant == "bfloat16" else "float32"]
+    products = machine.rates["bfloat16" if variant == "bfloat16" else "float32"]
 
     def least(nbytes: float, operations: float) -> float:
-        return max(nbytes / machine.read, operations / rate)
+        return max(nbytes / machine.read, operations / products)
 
     width = WEIGHT_BYTES[variant]
     return {
@@ -252,25 +276,3 @@ def draws(report: Report, options: Options, vocab: int) -> None:
             times.append((time.perf_counter() - begin) * 1e6)
         us = median(times)
         table.add(name, us, us / rows)
-
-
-def cached_copy() -> float:
-    """Bytes a second that one thread reads and writes within its cache, the best of some."""
-    a = np.ones(2**16, np.float32)
-    b, best = np.empty_like(a), 0.0
-    for _ in range(200):
-        begin = time.perf_counter()
-        np.copyto(b, a)
-        best = max(best, 2 * a.nbytes / (time.perf_counter() - begin))
-    return best
-
-
-def product_rate(size: int, kind: torch.dtype) -> float:
-    """Operations a second of torch's product of two square matrices, the best of some."""
-    a = torch.randn(size, size).to(kind)
-    best = 0.0
-    for _ in range(5):
-        begin = time.perf_counter()
-        torch.mm(a, a)
-        best = max(best, 2 * size**3 / (time.perf_counter() - begin))
-    return best
