@@ -16,7 +16,7 @@ from benchmarks.plot import draw
 
 NAMES = (
     *("fork", "tick", "pages", "attention", "tiles", "decorator", "trees", "trajectories"),
-    *("variants", "fanout", "ttft", "turns", "speed", "store"),
+    *("variants", "fanout", "ttft", "turns", "speed", "profile", "store"),
 )
 
 

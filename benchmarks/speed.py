@@ -8,7 +8,8 @@ from __future__ import annotations
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -70,6 +71,14 @@ class Ours:
 
         The first token of each is drawn before the clock starts, as the peers' first is given.
         """
+        with self.branches(tokens, k) as targets:
+            begin = time.perf_counter()
+            self.eng.generate_many(targets, steps, params=FREE)
+            return time.perf_counter() - begin
+
+    @contextmanager
+    def branches(self, tokens: list[int], k: int) -> Iterator[list[tuple[str, int]]]:
+        """k branches of an open trunk that have drawn a token; they end with the block."""
         session, tip = self._trunk(tokens)
         eng = self.eng
         nodes = [eng.fork(session, tip, f"b{i}", [100 + i]) for i in range(k)]
@@ -77,12 +86,9 @@ class Ours:
             eng.attempt(session, node)
         targets = [(session, node) for node in nodes]
         eng.generate_many(targets, 1, params=FREE)
-        begin = time.perf_counter()
-        eng.generate_many(targets, steps, params=FREE)
-        seconds = time.perf_counter() - begin
+        yield targets
         for node in nodes:
             eng.abort(session, node)
-        return seconds
 
     def fork(self, tokens: list[int], k: int) -> float:
         """Seconds for one of k forks of an open trunk."""

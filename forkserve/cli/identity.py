@@ -135,7 +135,7 @@ def _replayed(
 def _judge(found: Identity, token: int, logits: npt.NDArray[np.float32], spec: SampleSpec) -> None:
     """Count one token as equal, a near-tie, or different."""
     found.checked += 1
-    choice, _ = sample(logits, spec)
+    choice = sample(logits, spec)
     if choice == token:
         found.equal += 1
         return

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from forkserve.clock import Clock, VirtualClock
 from forkserve.config import ForkServeConfig
 from forkserve.engine.protocol import Tokenizer
-from forkserve.engine.sampling import log_p, sample, top_logprobs
+from forkserve.engine.sampling import logprobs, sample
 from forkserve.errors import BackendError, ConfigError
 from forkserve.prompt_text import PromptText, content, joined, occurrences
 from forkserve.types import Batch, BatchResult, ModelInfo, SampleSpec, Span, Work, WorkResult
@@ -268,11 +268,11 @@ class MockBackend:
             scripted = self._scripted(work.sample)
             last = result.logits if result.logits is not None else self._logits(total_b[-1])
             last = last[-1] if last.ndim == 2 else last
-            token, logprob = sample(last, work.sample)
-            if scripted is not None and scripted != token:
-                token, logprob = scripted, log_p(last, scripted) if logprob is not None else None
-            result.token, result.logprob = token, logprob
-            result.top = top_logprobs(last, work.sample.params.top_logprobs)
+            drawn, params = sample(last, work.sample), work.sample.params
+            result.token = drawn if scripted is None else scripted
+            if params.logprobs:
+                found = logprobs(last, result.token, params.top_logprobs)
+                result.logprob, result.top = found
             if not work.logits and not work.all_logits:
                 result.logits = None
         return np.stack([a, b], 1), result

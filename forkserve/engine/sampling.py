@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from math import isfinite
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +17,12 @@ import numpy.typing as npt
 from forkserve.errors import BackendError
 from forkserve.types import SampleSpec, SamplingParams
 
-__all__ = ["log_p", "sample", "top_logprobs", "uniform"]
+__all__ = ["logprobs", "sample", "uniform"]
 
 FloatArray = npt.NDArray[np.float32]
 _Doubles = npt.NDArray[np.float64]
 _Ids = npt.NDArray[np.int64]
+_COLUMNS = 1024
 
 
 def uniform(seed: int, position: int) -> float:
@@ -29,19 +31,14 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
-def sample(
-    logits: FloatArray, spec: SampleSpec, largest: int | None = None
-) -> tuple[int, float | None]:
-    """(token, log p) for logits [V].  largest: the lowest id of the largest logit, if known.
+def sample(logits: FloatArray, spec: SampleSpec, largest: int | None = None) -> int:
+    """The token for logits [V].  largest: the lowest id of the largest logit, if known.
 
     temperature 0 takes the largest logit, the lowest id among equals.  Before that the logits are
     adjusted: logit_bias, then repetition, frequency and presence penalty, in vLLM's order.
     Otherwise, in this order: adjusted logits, the ids that `spec.allowed` permits, temperature,
-    top_k, top_p, min_p, then the inverse of the cumulative distribution in id order.  log p is of
-    the raw distribution (nothing adjusted, no temperature, no filter), if `params.logprobs` asks
-    for it.
+    top_k, top_p, min_p, then the inverse of the cumulative distribution in id order.
     """
-    params = spec.params
     ids = _allowed(spec, logits.size)
     adjusted = _adjusted(logits, spec)
     values = adjusted if ids is None else adjusted[ids]
@@ -52,36 +49,36 @@ def sample(
     top = float(values[first])  # argmax gives a NaN precedence
     if not isfinite(top):
         raise BackendError(f"no logit is finite at position {spec.position} (largest: {top})")
-    choice = first if params.temperature == 0 else _draw(values, spec)
-    token = choice if ids is None else int(ids[choice])
-    return token, log_p(logits, token) if params.logprobs else None
+    choice = first if spec.params.temperature == 0 else _draw(values, top, spec)
+    return choice if ids is None else int(ids[choice])
 
 
-def log_p(logits: FloatArray, token: int) -> float:
-    """log p of a token under the raw distribution."""
-    values = logits.astype(np.float64)
-    return float(values[token] - _log_sum(values))
+def logprobs(
+    logits: FloatArray, token: int, count: int = 0
+) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """log p of a token, and (id, log p) of the `count` likeliest ids, best first.
 
-
-def top_logprobs(logits: FloatArray, count: int) -> tuple[tuple[int, float], ...]:
-    """(id, log p) of the `count` likeliest ids under the raw distribution, best first.
-
-    Of equal ones the lower id comes first.
+    Of the raw distribution: nothing adjusted, no temperature, no filter.  Of equal ids the lower
+    one comes first.
     """
-    count = min(count, logits.size)
-    if count < 1:
-        return ()
-    values = logits.astype(np.float64)
-    least = np.partition(values, -count)[-count]
-    ids = np.flatnonzero(values >= least)
-    ids = ids[np.argsort(-values[ids], kind="stable")][:count]
-    whole = _log_sum(values)
-    return tuple((int(i), float(values[i] - whole)) for i in ids)
+    top = float(logits.max())
+    above = logits.astype(np.float64)
+    above -= top
+    whole = top + np.log(np.exp(above, out=above).sum())
+    best: tuple[tuple[int, float], ...] = ()
+    if (count := min(count, logits.size)) > 0:
+        ids = np.flatnonzero(logits >= _reached(logits, count))
+        ids = ids[np.argsort(-logits[ids], kind="stable")][:count]
+        best = tuple((int(i), float(logits[i] - whole)) for i in ids)
+    return float(logits[token] - whole), best
 
 
-def _log_sum(values: _Doubles) -> float:
-    top = values.max()
-    return float(top + np.log(np.exp(values - top).sum()))
+def _reached(values: npt.NDArray[Any], count: int) -> Any:
+    """A value that `count` of `values` reach and few more: at most the count-th largest."""
+    if count <= _COLUMNS <= values.size:  # the largest of each column are as many different ids
+        rows = values.size // _COLUMNS
+        values = values[: rows * _COLUMNS].reshape(rows, _COLUMNS).max(0)
+    return np.partition(values, -count)[-count]
 
 
 def _adjusted(logits: FloatArray, spec: SampleSpec) -> FloatArray:
@@ -119,12 +116,15 @@ def _allowed(spec: SampleSpec, vocab: int) -> _Ids | None:
     return ids
 
 
-def _draw(values: FloatArray, spec: SampleSpec) -> int:
-    """Index of a draw from softmax(values / temperature), filtered."""
+def _draw(values: FloatArray, top: float, spec: SampleSpec) -> int:
+    """Index of a draw from softmax(values / temperature), filtered.  top: the largest value."""
     params = spec.params
-    above = values.astype(np.float64) - values.max()  # first: a tiny temperature must not overflow
-    with np.errstate(over="ignore"):
-        weights = np.exp(above / params.temperature)
+    weights = values.astype(np.float64)
+    weights -= top  # first: a tiny temperature must not overflow
+    if params.temperature != 1.0:
+        with np.errstate(over="ignore"):
+            weights /= params.temperature
+    np.exp(weights, out=weights)
     kept = _filter(weights, params)
     if kept is not None:
         weights = weights[kept]
@@ -140,20 +140,41 @@ def _filter(weights: _Doubles, params: SamplingParams) -> _Ids | None:
 
     Of equal weights the lower id ranks first.  The most likely id always stays.
     """
-    if params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0:
-        return None
-    kept: _Ids = np.arange(weights.size)
+    kept: _Ids | None = None
     if 0 < params.top_k < weights.size:
-        kth = np.partition(weights, -params.top_k)[-params.top_k]
-        kept = np.flatnonzero(weights >= kth)
-        if kept.size > params.top_k:  # equal weights at the border: the lowest ids stay
-            above = kept[weights[kept] > kth]
-            equal = kept[weights[kept] == kth][: params.top_k - above.size]
-            kept = np.sort(np.concatenate([above, equal]))
+        kept = _top_k(weights, params.top_k)
     if params.top_p < 1.0:
-        order = kept[np.argsort(-weights[kept], kind="stable")]
-        before = np.cumsum(weights[order]) - weights[order]
-        kept = np.sort(order[before < params.top_p * weights[kept].sum()])
-    if params.min_p > 0.0:
-        kept = kept[weights[kept] >= params.min_p]  # the largest weight is 1
+        chosen = _top_p(weights if kept is None else weights[kept], params.top_p)
+        kept = chosen if kept is None else kept[chosen]
+    if params.min_p > 0.0:  # the largest weight is 1
+        if kept is None:
+            return np.flatnonzero(weights >= params.min_p)
+        kept = kept[weights[kept] >= params.min_p]
+    return kept
+
+
+def _top_k(weights: _Doubles, k: int) -> _Ids:
+    likely = weights[weights >= _reached(weights, k)]
+    return _likeliest(weights, k, np.partition(likely, -k)[-k])
+
+
+def _top_p(weights: _Doubles, p: float) -> _Ids:
+    """The likeliest ids, until those before one have the mass p.
+
+    Only weights that may be among theirs are put in order.  All below `least` have less than half
+    of the mass that may be left out, short of what sums of so many may be off by: the others reach
+    p without them.
+    """
+    size, total = weights.size, weights.sum()
+    least = ((1 - p) / 2 - np.finfo(np.float64).eps * size) * total / size
+    ordered = np.sort(weights[weights >= least])[::-1]
+    count = int(np.count_nonzero(np.cumsum(ordered) - ordered < p * total))
+    return _likeliest(weights, count, ordered[count - 1])
+
+
+def _likeliest(weights: _Doubles, count: int, least: float) -> _Ids:
+    """The `count` likeliest indices, ascending.  least: the smallest weight among theirs."""
+    kept = np.flatnonzero(weights >= least)
+    if kept.size > count:  # of equal ones the lowest ids stay
+        kept = np.delete(kept, np.flatnonzero(weights[kept] == least)[count - kept.size :])
     return kept

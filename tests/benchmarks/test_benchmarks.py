@@ -143,15 +143,16 @@ def test_quick_forms(tmp_path: Path, names: list[str]) -> None:
     assert kept() == before, "a quick run must not overwrite results"
 
 
-def test_attention(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+@pytest.mark.parametrize("name", ["attention", "profile"])
+def test_native_kernels(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers")
     from forkserve.kernels.native.library import available
 
     if (reason := available()) is not None:
         pytest.skip(reason)
     before = kept()
-    (result,) = quick(tmp_path, "attention")
-    check(result, "attention")
+    (result,) = quick(tmp_path, name)
+    check(result, name)
     assert kept() == before
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forkserve import Engine, ForkServeConfig
 from forkserve.engine import MockBackend
 from forkserve.engine.counts import PathCounts
-from forkserve.engine.sampling import sample, top_logprobs
+from forkserve.engine.sampling import logprobs, sample
 from forkserve.errors import BackendError, ConfigError
 from forkserve.types import SampleSpec, SamplingParams
 
@@ -81,15 +81,14 @@ def test_greedy_takes_the_largest_after_the_formulas(
         presence_penalty=presence,
         frequency_penalty=frequency,
         logit_bias=bias,
-        logprobs=True,
     )
     before = row.copy()
-    token, logprob = sample(row, one)
+    token = sample(row, one)
     expected = written_out(row, path, start, one.params)
     assert expected[token] == pytest.approx(expected.max(), abs=1e-4)
     assert (row == before).all(), "the backend's row was changed"
     p = np.exp(row.astype(np.float64) - row.max())
-    assert logprob == pytest.approx(float(np.log(p[token] / p.sum())))
+    assert logprobs(row, token)[0] == pytest.approx(float(np.log(p[token] / p.sum())))
 
 
 def test_each_penalty_alone() -> None:
@@ -105,7 +104,7 @@ def test_each_penalty_alone() -> None:
         (0, {"logit_bias": {3: 2.5}}, 3),
         (0, {"logit_bias": {0: -100, 1: -100}}, 3),
     ):
-        assert sample(row, spec(path, start, **params))[0] == token, params
+        assert sample(row, spec(path, start, **params)) == token, params
 
 
 @settings(max_examples=60)
@@ -250,10 +249,15 @@ def test_plain_is_what_a_fast_path_may_serve() -> None:
 
 
 @settings(max_examples=40)
-@given(st.lists(st.integers(-3, 3), min_size=1, max_size=12), st.integers(0, 14))
-def test_top_logprobs_in_order(values: list[int], count: int) -> None:
+@given(
+    st.lists(st.integers(-3, 3), min_size=1, max_size=12),
+    st.integers(0, 14),
+    st.sampled_from([1, 100, 1000]),
+)
+def test_top_logprobs_in_order(values: list[int], count: int, repeated: int) -> None:
+    values = values * repeated
     row = np.array(values, np.float32)
-    got = top_logprobs(row, count)
+    _, got = logprobs(row, 0, count)
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
     assert [i for i, _ in got] == order
     p = np.exp(row.astype(np.float64))

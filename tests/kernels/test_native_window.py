@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from forkserve.kernels.native.attention import AttentionPlan, Pool, gather
-from forkserve.kernels.native.forward import Forward, LayerWeights, Shape
+from forkserve.kernels.native.forward import PHASES, Forward, LayerWeights, Shape
 from forkserve.kernels.native.library import available, load
 from forkserve.kernels.native.linear import PackedLinear, pack
 from forkserve.types import Span, Work
@@ -222,6 +223,24 @@ def test_rows_reach_as_far_as_the_windows(whole: Floats) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_any_chunks(whole: Floats, chunks: tuple[int, ...], threads: int) -> None:
     assert Model(threads=threads).line(*chunks)[1].tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_pass_says_what_its_threads_spent_their_time_on(whole: Floats, threads: int) -> None:
+    model = Model(threads=threads)
+    spent = model.forward.seconds = np.zeros((threads, len(PHASES)))
+    begin = time.perf_counter()
+    _, logits = model.line(29, LENGTH - 29)
+    wall = time.perf_counter() - begin
+    assert (logits == whole).all()
+    assert (spent >= 0).all()
+    assert (spent.sum(1) <= wall).all(), "counted twice"
+    work = spent.sum(0)[: PHASES.index("wait")]
+    assert (work > 0).all(), dict(zip(PHASES, work, strict=False))
+    before = spent.copy()
+    model.forward.seconds = None
+    model.line(3)
+    assert (spent == before).all(), "nobody asked any more"
 
 
 def test_beside_mates_after_forks_and_replayed(whole: Floats) -> None:

@@ -19,7 +19,7 @@ from forkserve.engine.local.gate import Gate
 from forkserve.engine.local.portable import identity
 from forkserve.engine.local.runner import Floats, Ints, Runner, Setup, make_runner
 from forkserve.engine.protocol import Tokenizer
-from forkserve.engine.sampling import sample, top_logprobs
+from forkserve.engine.sampling import logprobs, sample
 from forkserve.errors import BackendError, ConfigError, ModelError
 from forkserve.types import Batch, BatchResult, ModelInfo, Span, Work, WorkResult
 
@@ -172,7 +172,7 @@ class LocalBackend:
 
     def _run(self, runner: Runner, works: Sequence[Work]) -> list[WorkResult]:
         self._check(works)
-        ids = np.array([token for work in works for token in work.tokens])
+        ids = np.concatenate([np.asarray(work.tokens) for work in works])
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.info.vocab_size:
             raise BackendError(
@@ -259,7 +259,8 @@ def _result(
         result.token = drawn[0]
         result.logprob = drawn[1] if work.sample.params.logprobs else None
     elif work.sample is not None:
-        row = logits[-1]
-        result.token, result.logprob = sample(row, work.sample, int(top[-1]))
-        result.top = top_logprobs(row, work.sample.params.top_logprobs)
+        row, params = logits[-1], work.sample.params
+        result.token = sample(row, work.sample, int(top[-1]))
+        if params.logprobs:
+            result.logprob, result.top = logprobs(row, result.token, params.top_logprobs)
     return result

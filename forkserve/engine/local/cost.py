@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from statistics import median
 
 __all__ = ["CostModel"]
@@ -73,24 +74,25 @@ class CostModel:
         (isotonic regression; Barlow et al., 1972).
         """
         blocks: list[tuple[float, float, int]] = []  # mean, weight, places
-        for place, prior in enumerate(self._prior):
+        for place, (prior, ratio) in enumerate(zip(self._prior, self._ratios(), strict=True)):
             seen = min(self._seen.get(place, 0), _TRUST)
-            blocks.append((prior * self._ratio_at(place), seen + 1e-3, 1))
+            blocks.append((prior * ratio, seen + 1e-3, 1))
             while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
                 (a, u, m), (b, v, n) = blocks[-2:]
                 blocks[-2:] = [((a * u + b * v) / (u + v), u + v, m + n)]
         return [mean for mean, _, places in blocks for _ in range(places)]
 
-    def _ratio_at(self, place: int) -> float:
-        """What to multiply the prior of a size by."""
-        if place in self._ratio or not self._ratio:
-            return self._ratio.get(place, 1.0)
-        below = max((p for p in self._ratio if p < place), default=None)
-        above = min((p for p in self._ratio if p > place), default=None)
-        if below is None or above is None:
-            return median(self._ratio.values())
-        part = (place - below) / (above - below)
-        return self._ratio[below] + part * (self._ratio[above] - self._ratio[below])
+    def _ratios(self) -> list[float]:
+        """What to multiply the prior of each size by."""
+        known = sorted(self._ratio)
+        out = [median(self._ratio.values()) if known else 1.0] * _PLACES
+        for low, high in pairwise(known):
+            first, last = self._ratio[low], self._ratio[high]
+            for place in range(low, high):
+                out[place] = first + (place - low) / (high - low) * (last - first)
+        if known:
+            out[known[-1]] = self._ratio[known[-1]]
+        return out
 
 
 def _line(n: int, one_ms: float, many: int, many_ms: float) -> float:

@@ -63,6 +63,7 @@ class NativeRunner:
             )
             for window in set(spec.windows)
         }
+        self._distinct = list(plans.values())
         self._plans = [plans[window] for window in spec.windows]
         self._window = spec.window
         self._buffer = np.empty((0, spec.vocab), np.float32)
@@ -77,7 +78,7 @@ class NativeRunner:
         for turns in self._turns:
             turns.reach(end)
         tables = attention.gather(works, self.kv.page_size, self._window)
-        for plan in dict.fromkeys(self._plans):
+        for plan in self._distinct:
             plan.build(tables)
         rows = np.array(wanted, np.int32)
         logits = self._logits(len(rows), keep)
@@ -95,7 +96,7 @@ class NativeRunner:
         """See `Runner`."""
         if self._forward is not None:
             self._forward.close()
-            for plan in self._plans:
+            for plan in self._distinct:
                 plan.close()
         self._forward = None
         self.kv.close()

@@ -1,7 +1,6 @@
 #include "forward.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdlib>
 #include <new>
 #include <system_error>
@@ -74,7 +73,11 @@ class Forward {
         for (int i = 0; i < threads; i++)
             desks_[i].reserve(m_, shared ? PRIVATE_ROWS : std::max<int64_t>(block_, PRIVATE_ROWS));
         desks_[threads].reserve(m_, std::max(shared ? call.n : 0, head_rows));
-        team_.run([&](int tid) { work(call, tid, shared); });
+        auto begin = Meter::Clock::now();
+        team_.run([&](int tid) {
+            Meter meter(call.seconds ? call.seconds + tid * int(Phase::COUNT) : nullptr, begin);
+            work(call, tid, shared);
+        });
     }
 
    private:
@@ -116,6 +119,7 @@ class Forward {
     template <class After>
     void product(Hands by, const Packed& w, const float* x, int64_t count, float* y, bool add,
                  After after) {
+        During products(w.data == m_.head.data ? Phase::HEAD : Phase::LINEAR);
         int64_t grain = std::max(1, w.panels() / (8 * team_.size()));
         share(by, w.panels(), grain, [&](int64_t begin, int64_t end) {
             linear(w, x, w.k, (int)count, (int)begin, (int)end, y, w.n, add);
@@ -205,6 +209,7 @@ class Forward {
         float *gate = desk(by).gate, *up = desk(by).up;
         product(by, layer.gate, h, count, gate, false, [&](int64_t begin, int64_t end) {
             linear(layer.up, h, m_.hidden, (int)count, (int)begin, (int)end, up, m_.ffn, false);
+            During activations(Phase::ELEMENTWISE);
             int64_t low = begin * PANEL, high = std::min(end * PANEL, m_.ffn);
             for (int64_t at = low; at < count * m_.ffn; at += m_.ffn)
                 activate((int)m_.act, gate + at, up + at, (int)(high - low));
@@ -213,6 +218,7 @@ class Forward {
     }
 
     void head(Hands by, const Call& call) {
+        During all(Phase::HEAD);
         int64_t e = m_.hidden, v = m_.vocab;
         for (int64_t first = 0; first < call.wanted; first += HEAD_ROWS) {
             int64_t count = std::min<int64_t>(HEAD_ROWS, call.wanted - first);
@@ -244,37 +250,32 @@ class Forward {
     }
 
     void work(const Call& call, int tid, bool shared) {
-        using Clock = std::chrono::steady_clock;
-        auto begin = Clock::now();
-        auto spent = [&](Phase phase) {
-            if (tid || !call.seconds) return;
-            auto now = Clock::now();
-            call.seconds[phase] += std::chrono::duration<double>(now - begin).count();
-            begin = now;
-        };
+        During rest(Phase::ELEMENTWISE);
         blocks(tid, shared, call.n, [&](Hands by, int64_t first, int64_t count) {
             embed(by, call, first, count);
             qkv(by, call, m_.layer[0], first, count);
         });
         int64_t queries = m_.heads * m_.dim, keys = m_.kv_heads * m_.dim;
         for (int64_t i = 0; i < m_.layers; i++) {
-            spent(LINEAR);
             Plan& plan = *call.plans[i];
             KvLayer kv = call.pool->layer(i);
-            write_kv(plan, kv, qkv_ + queries, qkv_ + queries + keys, columns(), tid, team_.size());
+            {
+                During writing(Phase::WRITE);
+                write_kv(plan, kv, qkv_ + queries, qkv_ + queries + keys, columns(), tid,
+                         team_.size());
+            }
             team_.barrier();
-            spent(WRITE);
-            attend(plan, team_, tid, kv, qkv_, columns(), attended_, queries, m_.attn_scale,
-                   m_.attn_softcap);
-            spent(ATTENTION);
+            {
+                During attention(Phase::ATTENTION);
+                attend(plan, team_, tid, kv, qkv_, columns(), attended_, queries, m_.attn_scale,
+                       m_.attn_softcap);
+            }
             blocks(tid, shared, call.n, [&](Hands by, int64_t first, int64_t count) {
                 mlp(by, m_.layer[i], first, count);
                 if (i + 1 < m_.layers) qkv(by, call, m_.layer[i + 1], first, count);
             });
         }
-        spent(LINEAR);
         head(Hands{tid, false}, call);
-        spent(HEAD);
     }
 
     static void widen(const uint16_t* from, int64_t n, float* to) {

@@ -41,10 +41,8 @@ struct Call {
     const int32_t* rows;  // [wanted] rows whose logits are given
     float* logits;        // [wanted][vocab]
     int32_t* top;         // [wanted] id of the largest logit, the lowest among equals
-    double* seconds;      // [PHASES] where the time goes is added to, or null
+    double* seconds;      // [threads][Phase::COUNT] where the time goes is added to, or null
 };
-
-enum Phase { LINEAR, WRITE, ATTENTION, HEAD, PHASES };
 
 class Forward;
 

@@ -19,7 +19,7 @@ __all__ = ["ACTS", "PHASES", "Forward", "LayerWeights", "Shape"]
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 ACTS = {"silu": 0, "gelu_tanh": 1}
-PHASES = ("linear", "write", "attention", "head")
+PHASES = ("linear", "elementwise", "write", "attention", "head", "wait")
 _MEMORY, _FAULTS = 1, {2: "cannot start its threads; give fewer threads"}
 
 
@@ -105,7 +105,8 @@ class Forward:
     """Weights bound to the library, its threads and buffers.  One call at a time.
 
     embed [vocab, hidden] float32, or uint16 that holds bfloat16, or None: the rows of `head`.
-    `seconds`: None, or an array of one number a phase (`PHASES`) that is added to.
+    `seconds`: None, or an array [threads, phases] that is added to: what each thread spent its time
+    on, by `PHASES` (meter.h).  A row adds up to the time of the calls.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Forward:
         where a smaller batch may still fit, `BackendError` where no threads can be had.
         """
         top = np.empty(len(rows), np.int32)
-        handles = (ctypes.c_void_p * len(plans))(*(plan.handle for plan in plans))
+        handles = (ctypes.c_void_p * len(plans))(*[plan.handle for plan in plans])
         call = _Call(
             *(len(ids), pointer(ids), ctypes.addressof(handles), ctypes.addressof(pool)),
             *(len(rows), pointer(rows), pointer(logits), pointer(top), pointer(self.seconds)),

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "meter.h"
 #include "simd.h"
 
 namespace fs {
@@ -36,6 +37,7 @@ class Team {
             phase_.store(phase + 1, std::memory_order_release);
             return;
         }
+        During waiting(Phase::WAIT);
         wait_while([&] { return phase_.load(std::memory_order_acquire) == phase; });
     }
 
