@@ -33,7 +33,10 @@ class CatalogFault(StoreError):
 
 
 class Found(NamedTuple):
-    """A catalogued chunk that a look-up hit.  places: where its bytes lie.
+    """A catalogued chunk that a look-up hit.
+
+    places: where its bytes lie.  made: whose rows it has.  key: see `Header.key`; None if an older
+    version has noted the part, which did not say.
 
     A tuple, since a look-up makes one a chunk: a frozen dataclass takes five times as long.
     """
@@ -44,6 +47,8 @@ class Found(NamedTuple):
     format: str
     bytes: int
     places: tuple[str, ...]
+    made: Fingerprint
+    key: str | None
 
 
 INTENT = 1e18  # `due_at` of an outbox row that stands for a copy under way, not for a queued one
@@ -59,17 +64,25 @@ _FINGERPRINT = "SELECT id, fields FROM fingerprint WHERE digest = ?"
 
 # CROSS JOIN keeps this order of loops: one descent a link, and no table sorted on the way.
 _LOOKUP = """
-SELECT w.key, c.id, c.parent, c.start, c.tokens, p.content, p.format, p.bytes, p.places
+SELECT w.key, c.id, c.parent, c.start, c.tokens, p.content, p.format, p.bytes, p.places, p.key
 FROM json_each(?1) AS w
 CROSS JOIN chunk AS c ON c.fingerprint = ?2 AND c.chain = w.value
 CROSS JOIN part AS p ON p.chunk = c.id
-WHERE p.places != ''
+WHERE p.places != '' AND (?3 IS NULL OR p.key IS NULL OR p.key = ?3)
 """
 
 
 def _preference(found: Found) -> tuple[bool, bool]:
     """Of several formats the exact ones first, and of those the one that needs no decoding."""
     return found.format in LOSSY, found.format != "raw"
+
+
+def _best(fits: Sequence[Found], lossy: bool) -> Found | None:
+    """The part of a chunk to read, if one is usable."""
+    usable = fits if lossy else [f for f in fits if f.format not in LOSSY]
+    if len(usable) <= 1:
+        return usable[0] if usable else None
+    return min(usable, key=_preference)
 
 
 class Catalog:
@@ -230,35 +243,58 @@ class Catalog:
         return known
 
     def lookup(
-        self, made: Fingerprint, links: Sequence[Link], *, lossy: bool = False
+        self,
+        made: Fingerprint | Sequence[Fingerprint],
+        links: Sequence[Link],
+        *,
+        lossy: bool = False,
+        key: str | None = None,
     ) -> list[Found]:
-        """The longest catalogued prefix of a chain, in one query.
+        """The longest catalogued prefix of a chain, in one query a fingerprint.
 
         A hole ends it whatever lies beyond; so does a row whose parent, start or count differ.
+        made: if several, each chunk is of the first that has it, in an exact format if there is
+        one.  key: only parts that open with it (`Header.key`), None for all.
         """
+        if isinstance(made, Fingerprint):
+            return self._prefix(self.listed(made, links, key), lossy)
+        listed = [self.listed(one, links, key) for one in made]
+        exact = [[f for f in fits if f.format not in LOSSY] for of in listed for fits in of]
+        count = len(links)
+        merged = []
+        for at in range(count):
+            ranks = [*exact[at::count], *(of[at] for of in listed)]
+            merged.append(next((fits for fits in ranks if fits), []))
+        return self._prefix(merged, lossy)
+
+    @staticmethod
+    def _prefix(listed: Sequence[Sequence[Found]], lossy: bool) -> list[Found]:
         found: list[Found] = []
-        for fits in self.listed(made, links):
-            usable = fits if lossy else [f for f in fits if f.format not in LOSSY]
-            if not usable:
+        for fits in listed:
+            best = _best(fits, lossy)
+            if best is None:
                 break
-            found.append(usable[0] if len(usable) == 1 else min(usable, key=_preference))
+            found.append(best)
         return found
 
-    def listed(self, made: Fingerprint, links: Sequence[Link]) -> list[list[Found]]:
-        """Of each link the catalogued parts, in one query."""
+    def listed(
+        self, made: Fingerprint, links: Sequence[Link], key: str | None = None
+    ) -> list[list[Found]]:
+        """Of each link the catalogued parts, in one query.  key: see `lookup`."""
         which = self.known_fingerprint(made)
         out: list[list[Found]] = [[] for _ in links]
         if which is None or not links:
             return out
         wanted = json.dumps([link.id.hex() for link in links])
         split: dict[str, tuple[str, ...]] = {}  # the same few lists of places, again and again
-        for at, chunk, parent, start, count, content, form, size, text in self.read(
-            _LOOKUP, (wanted, which)
+        for at, chunk, parent, start, count, content, form, size, text, sealed in self.read(
+            _LOOKUP, (wanted, which, key)
         ):
             link = links[at]
             if start == link.start and count == link.count and parent == link.parent.hex():
                 places = split.get(text) or split.setdefault(text, tuple(text.split(",")))
-                out[at].append(Found(chunk, link, content, form, size, places))
+                found = Found(chunk, link, content, form, size, places, made, sealed)
+                out[at].append(found)
         return out
 
     def record(
@@ -269,10 +305,10 @@ class Catalog:
     ) -> list[str]:
         """Note durable chunks of one place: (header, bytes it takes there), in one transaction.
 
-        The first writer of a chunk in a format wins; returns the content ids that lost to other
-        bytes for the same chunk, which nothing names now.  present: asked inside the transaction,
-        which gc deletes files in as well.  Raises FileNotFoundError when a file has gone meanwhile
-        (nothing is noted then), CatalogFault.
+        The first writer of a chunk in a format under a key wins; returns the content ids that lost
+        to other bytes for the same chunk, which nothing names now.  present: asked inside the
+        transaction, which gc deletes files in as well.  Raises FileNotFoundError when a file has
+        gone meanwhile (nothing is noted then), CatalogFault.
         """
         lost, now = [], self.now()
         with self.write() as db:
@@ -281,14 +317,15 @@ class Catalog:
                     raise FileNotFoundError(f"chunk {header.content[:16]} was collected meanwhile")
                 made = Fingerprint(header.fingerprint, header.meta)
                 chunk = self._chunk(db, self.fingerprint(db, made), header, now)
+                self._learn(db, header)
                 db.execute(
-                    "INSERT OR IGNORE INTO part (content, chunk, format, bytes)"
-                    " VALUES (?, ?, ?, ?)",
-                    (header.content, chunk, header.format, header.file_bytes),
+                    "INSERT OR IGNORE INTO part (content, chunk, format, key, bytes)"
+                    " VALUES (?, ?, ?, ?, ?)",
+                    (header.content, chunk, header.format, header.key, header.file_bytes),
                 )
                 (kept,) = db.execute(
-                    "SELECT content FROM part WHERE chunk = ? AND format = ?",
-                    (chunk, header.format),
+                    "SELECT content FROM part WHERE chunk = ? AND format = ? AND key = ?",
+                    (chunk, header.format, header.key),
                 ).fetchone()
                 if kept != header.content:
                     lost.append(header.content)
@@ -303,6 +340,22 @@ class Catalog:
                 kept = [header.content for header, _ in stored if header.content not in lost]
                 self._promise(db, kept, *self.behind, now)
         return lost
+
+    def learn(self, header: Header) -> None:
+        """Note with which key a part opens that an older version has catalogued."""
+        with self.write() as db:
+            self._learn(db, header)
+
+    @staticmethod
+    def _learn(db: sqlite3.Connection, header: Header) -> None:
+        """If another part has that place meanwhile, this one is one too many."""
+        where = "WHERE content = ? AND key IS NULL"
+        done = db.execute(
+            f"UPDATE OR IGNORE part SET key = ? {where}", (header.key, header.content)
+        )
+        if not done.rowcount:
+            of = f"content IN (SELECT content FROM part {where})"
+            db.execute(f"DELETE FROM replica WHERE {of}", (header.content,))
 
     @staticmethod
     def _promise(

@@ -121,11 +121,6 @@ def test_chunk_size_is_part_of_the_chain_and_unfull_chunks_are_left_out() -> Non
     assert [link.parent for link in chain] == [root_id(""), chain[0].id, chain[1].id]
 
 
-def test_extra_content_behind_equal_ids_changes_the_id() -> None:
-    ids = token_bytes([7, 7])
-    assert chunk_id(root_id(""), ids) != chunk_id(root_id(""), ids, b"image")
-
-
 @pytest.mark.parametrize("bad", [[-1], [2**31], ["x"], [1.5]])
 def test_impossible_token_ids_are_refused(bad: list[Any]) -> None:
     with pytest.raises(StoreError):

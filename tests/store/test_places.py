@@ -17,7 +17,7 @@ from .test_catalog import put_row
 def test_a_look_up_sorts_nothing_and_reads_no_replica(tmp_path: Path) -> None:
     """A long chain in a large catalog: each table more is a scattered page a chunk."""
     catalog = Catalog(tmp_path)
-    plan = [row[3] for row in catalog.read("EXPLAIN QUERY PLAN " + _LOOKUP, ("[]", 1))]
+    plan = [row[3] for row in catalog.read("EXPLAIN QUERY PLAN " + _LOOKUP, ("[]", 1, ""))]
     assert [line.split(" ")[:2] for line in plan] == [
         ["SCAN", "w"],
         ["SEARCH", "c"],
