@@ -225,7 +225,7 @@ def test_no_order_of_stores_lends_lossy_rows_to_an_exact_engine(rig: Rig, seed: 
                 rebuild(store.vault)
                 assert verify(store.vault).clean
     assert (False, False) not in seen
-    assert seen == {(False, True), (True, True), (True, False)}
+    assert {(False, True), (True, False)} <= seen
 
 
 def test_memory_is_of_one_model_and_variant(rig: Rig, checkpoint: Checkpoints) -> None:
