@@ -329,7 +329,8 @@ class Catalog:
                 ).fetchone()
                 if kept != header.content:
                     lost.append(header.content)
-                    add_event(db, now, "divergence", {"kept": kept, "refused": header.content})
+                    if not made.lossy:  # rows that came from others may differ
+                        add_event(db, now, "divergence", {"kept": kept, "refused": header.content})
                     continue
                 db.execute(
                     "INSERT OR IGNORE INTO replica (content, place, used, created_at)"

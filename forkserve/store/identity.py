@@ -106,7 +106,7 @@ class Link:
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", chunk_id(self.parent, self.tokens))
         object.__setattr__(self, "count", len(self.tokens) // 4)
-        if max(self.tokens[3::4]) > 0x7F:
+        if not self.tokens[3::4].isascii():  # a high bit in the last byte of an id is its sign
             raise StoreError("a chunk holds a negative token id")
         if type(self.start) is not int or not 0 <= self.start <= _MOST_TOKENS - self.count:
             raise StoreError(f"a chunk cannot begin at position {self.start!r}")

@@ -199,6 +199,8 @@ def test_lossy_rows_are_served_under_a_lossy_fingerprint_alone(tmp_path: Path) -
     assert bytes(loaded[0].payload) == rows(LINKS[0])
     assert bytes(loaded[3].payload) != rows(LINKS[3])
     assert verify(v).clean
+    v.adopt([v.pack(made, LINKS[0], bytes(128)) for made in (lossy, PRINT)])
+    assert len(v.catalog.events("divergence")) == 1, "of exact rows alone"
     v.catalog.close()
 
 
