@@ -20,9 +20,9 @@ from forkserve.warming import Warmed, put_rows, ready
 
 if TYPE_CHECKING:
     from forkserve.store import Store
-    from forkserve.store.catalog import Found
     from forkserve.store.identity import Link
     from forkserve.store.journal import TreeJournal
+    from forkserve.store.lookups import Found
     from forkserve.store.vault import Loaded
 
 __all__ = ["Restoring"]

@@ -15,40 +15,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EBUSY
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from forkserve.errors import StoreError
 from forkserve.store import owner, schema
-from forkserve.store.chunks import LOSSY, Header
+from forkserve.store.chunks import Header
 from forkserve.store.identity import Fingerprint, Link
+from forkserve.store.lookups import LOOKUP, Found, choose, fitting
 from forkserve.store.statements import add_count, add_event, file_identity, require_equal
 
-__all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Found", "Role", "doomed"]
+__all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Role", "doomed"]
 
 Role = Literal["owner", "shared", "reader"]
 
 
 class CatalogFault(StoreError):
     """The database could not be written or read: full, read-only, broken, or busy for too long."""
-
-
-class Found(NamedTuple):
-    """A catalogued chunk that a look-up hit.
-
-    places: where its bytes lie.  made: whose rows it has.  key: see `Header.key`; None if an older
-    version has noted the part, which did not say.
-
-    A tuple, since a look-up makes one a chunk: a frozen dataclass takes five times as long.
-    """
-
-    chunk: int
-    link: Link
-    content: str
-    format: str
-    bytes: int
-    places: tuple[str, ...]
-    made: Fingerprint
-    key: str | None
 
 
 INTENT = 1e18  # `due_at` of an outbox row that stands for a copy under way, not for a queued one
@@ -61,28 +43,6 @@ def doomed(content: str, place: str) -> str:
 
 
 _FINGERPRINT = "SELECT id, fields FROM fingerprint WHERE digest = ?"
-
-# CROSS JOIN keeps this order of loops: one descent a link, and no table sorted on the way.
-_LOOKUP = """
-SELECT w.key, c.id, c.parent, c.start, c.tokens, p.content, p.format, p.bytes, p.places, p.key
-FROM json_each(?1) AS w
-CROSS JOIN chunk AS c ON c.fingerprint = ?2 AND c.chain = w.value
-CROSS JOIN part AS p ON p.chunk = c.id
-WHERE p.places != '' AND (?3 IS NULL OR p.key IS NULL OR p.key = ?3)
-"""
-
-
-def _preference(found: Found) -> tuple[bool, bool]:
-    """Of several formats the exact ones first, and of those the one that needs no decoding."""
-    return found.format in LOSSY, found.format != "raw"
-
-
-def _best(fits: Sequence[Found], lossy: bool) -> Found | None:
-    """The part of a chunk to read, if one is usable."""
-    usable = fits if lossy else [f for f in fits if f.format not in LOSSY]
-    if len(usable) <= 1:
-        return usable[0] if usable else None
-    return min(usable, key=_preference)
 
 
 class Catalog:
@@ -256,46 +216,18 @@ class Catalog:
         made: if several, each chunk is of the first that has it, in an exact format if there is
         one.  key: only parts that open with it (`Header.key`), None for all.
         """
-        if isinstance(made, Fingerprint):
-            return self._prefix(self.listed(made, links, key), lossy)
-        listed = [self.listed(one, links, key) for one in made]
-        exact = [[f for f in fits if f.format not in LOSSY] for of in listed for fits in of]
-        count = len(links)
-        merged = []
-        for at in range(count):
-            ranks = [*exact[at::count], *(of[at] for of in listed)]
-            merged.append(next((fits for fits in ranks if fits), []))
-        return self._prefix(merged, lossy)
-
-    @staticmethod
-    def _prefix(listed: Sequence[Sequence[Found]], lossy: bool) -> list[Found]:
-        found: list[Found] = []
-        for fits in listed:
-            best = _best(fits, lossy)
-            if best is None:
-                break
-            found.append(best)
-        return found
+        several = [made] if isinstance(made, Fingerprint) else made
+        return choose([self.listed(one, links, key) for one in several], lossy)
 
     def listed(
         self, made: Fingerprint, links: Sequence[Link], key: str | None = None
     ) -> list[list[Found]]:
         """Of each link the catalogued parts, in one query.  key: see `lookup`."""
         which = self.known_fingerprint(made)
-        out: list[list[Found]] = [[] for _ in links]
         if which is None or not links:
-            return out
+            return [[] for _ in links]
         wanted = json.dumps([link.id.hex() for link in links])
-        split: dict[str, tuple[str, ...]] = {}  # the same few lists of places, again and again
-        for at, chunk, parent, start, count, content, form, size, text, sealed in self.read(
-            _LOOKUP, (wanted, which, key)
-        ):
-            link = links[at]
-            if start == link.start and count == link.count and parent == link.parent.hex():
-                places = split.get(text) or split.setdefault(text, tuple(text.split(",")))
-                found = Found(chunk, link, content, form, size, places, made, sealed)
-                out[at].append(found)
-        return out
+        return fitting(made, links, self.read(LOOKUP, (wanted, which, key)))
 
     def record(
         self,

@@ -14,7 +14,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
-from forkserve.store.catalog import Found
+from forkserve.store.lookups import Found
 from forkserve.store.pace import paced
 from forkserve.store.vault import Loaded, Vault
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from forkserve.errors import StoreError
 from forkserve.store import codecs, faults
-from forkserve.store.catalog import Catalog, Found
+from forkserve.store.catalog import Catalog
 from forkserve.store.chunks import (
     HEAD,
     Buffer,
@@ -27,6 +27,7 @@ from forkserve.store.chunks import (
 )
 from forkserve.store.depots.protocol import Blob, Depot
 from forkserve.store.identity import Fingerprint, Link, exact_of
+from forkserve.store.lookups import Found
 from forkserve.store.pace import Pace
 from forkserve.store.seal import Sealer
 
