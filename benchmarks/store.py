@@ -325,7 +325,7 @@ def catalogs(report: Report, options: Options, size: Size, home: Path) -> None:
         key, content = 10_000_000 + number, f"f{number:063d}"
         row = (key, link.id.hex(), link.parent.hex(), link.start)
         db.execute("INSERT INTO chunk VALUES (?,1,?,?,?,256,0,0,0)", row)
-        db.execute("INSERT INTO part VALUES (?,?,'raw',1,'')", (content, key))
+        db.execute("INSERT INTO part VALUES (?,?,'raw','',1,'')", (content, key))
         db.execute("INSERT INTO replica VALUES (?,'disk',1,0,NULL)", (content,))
     db.commit()
     db.close()
@@ -366,7 +366,9 @@ def fill(home: Path, made: Fingerprint, first: int, last: int) -> None:
         ids = [(n, f"{n:064x}") for n in range(begin, min(begin + 100_000, last))]
         rows = [(n, name, name) for n, name in ids]
         db.executemany("INSERT INTO chunk VALUES (?,1,?,?,0,256,0,0,0)", rows)
-        db.executemany("INSERT INTO part VALUES (?,?,'raw',1,'')", [(name, n) for n, name in ids])
+        db.executemany(
+            "INSERT INTO part VALUES (?,?,'raw','',1,'')", [(name, n) for n, name in ids]
+        )
         db.executemany(
             "INSERT INTO replica VALUES (?,'disk',1,0,NULL)", [(name,) for _, name in ids]
         )

@@ -20,9 +20,9 @@ from forkserve.warming import Warmed, put_rows, ready
 
 if TYPE_CHECKING:
     from forkserve.store import Store
-    from forkserve.store.catalog import Found
     from forkserve.store.identity import Link
     from forkserve.store.journal import TreeJournal
+    from forkserve.store.lookups import Found
     from forkserve.store.vault import Loaded
 
 __all__ = ["Restoring"]
@@ -117,9 +117,7 @@ class Restoring(Speculating):
         from forkserve.store.lease import lease
 
         store = self._require()
-        found = store.catalog.lookup(
-            self._print, plan_chain(tokens, tree.salt), lossy=store.vault.lossy
-        )
+        found = store.vault.find(self._print, plan_chain(tokens, tree.salt))
         found = [f for f in found if f.link.start + f.link.count > begin]
         if not found:
             store.meter.add("computed_tokens", length - begin, reason="not_stored")
@@ -158,7 +156,7 @@ class Restoring(Speculating):
         store, core, start = self._require(), self._core, clock_ms()
         reason, size, used = plan.reason, 0, []
         forced = "always_" if reason == "always" else ""
-        for loaded in store.restorer.fetch(self._print, found):
+        for loaded in store.restorer.fetch(found):
             link = loaded.found.link
             low, high = link.start, link.start + link.count
             if not put_rows(core, self._loop, tree, node, loaded.payload, low, high, press=press):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import time
+import weakref
 from collections.abc import Collection, Hashable
 from functools import partial
 from itertools import count, pairwise
@@ -18,6 +19,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from forkserve.control.core import Core
+from forkserve.control.loop import Loop
 from forkserve.control.pressure import active, evictable
 from forkserve.control.retention import evict_rank
 from forkserve.engine.protocol import Portable
@@ -56,6 +58,8 @@ class Tiering(Raising):
             return
         from forkserve.store.mover import Mover
 
+        loop = weakref.ref(self._loop)
+        store.memory.serve(self._print.digest, partial(_runs, loop))
         self._mover = Mover(core.clock, on_failure=store.failed, pace=store.pace)
         core.lent = partial(_relieve, store.publisher, self._mover)
         self._least = core.config.page_size  # the row of a token just sampled is no loss
@@ -293,6 +297,12 @@ class Tiering(Raising):
             chain = [p.link for p in line if p.link is not None]
             rows = {key: p.rows for key, p in links.items()}
             store.publisher.offer(Capture(self._print, chain, partial(_of, rows), lambda: None))
+
+
+def _runs(loop: weakref.ref[Loop]) -> bool:
+    """Whether an engine is there and not shut down; a store must not keep one that was dropped."""
+    here = loop()
+    return here is not None and not here.stopped
 
 
 def _relieve(publisher: Publisher, mover: Mover) -> bool:

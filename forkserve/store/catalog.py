@@ -15,35 +15,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EBUSY
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from forkserve.errors import StoreError
 from forkserve.store import owner, schema
-from forkserve.store.chunks import LOSSY, Header
+from forkserve.store.chunks import Header
 from forkserve.store.identity import Fingerprint, Link
+from forkserve.store.lookups import LOOKUP, Found, choose, fitting
 from forkserve.store.statements import add_count, add_event, file_identity, require_equal
 
-__all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Found", "Role", "doomed"]
+__all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Role", "doomed"]
 
 Role = Literal["owner", "shared", "reader"]
 
 
 class CatalogFault(StoreError):
     """The database could not be written or read: full, read-only, broken, or busy for too long."""
-
-
-class Found(NamedTuple):
-    """A catalogued chunk that a look-up hit.  places: where its bytes lie.
-
-    A tuple, since a look-up makes one a chunk: a frozen dataclass takes five times as long.
-    """
-
-    chunk: int
-    link: Link
-    content: str
-    format: str
-    bytes: int
-    places: tuple[str, ...]
 
 
 INTENT = 1e18  # `due_at` of an outbox row that stands for a copy under way, not for a queued one
@@ -56,20 +43,6 @@ def doomed(content: str, place: str) -> str:
 
 
 _FINGERPRINT = "SELECT id, fields FROM fingerprint WHERE digest = ?"
-
-# CROSS JOIN keeps this order of loops: one descent a link, and no table sorted on the way.
-_LOOKUP = """
-SELECT w.key, c.id, c.parent, c.start, c.tokens, p.content, p.format, p.bytes, p.places
-FROM json_each(?1) AS w
-CROSS JOIN chunk AS c ON c.fingerprint = ?2 AND c.chain = w.value
-CROSS JOIN part AS p ON p.chunk = c.id
-WHERE p.places != ''
-"""
-
-
-def _preference(found: Found) -> tuple[bool, bool]:
-    """Of several formats the exact ones first, and of those the one that needs no decoding."""
-    return found.format in LOSSY, found.format != "raw"
 
 
 class Catalog:
@@ -230,36 +203,31 @@ class Catalog:
         return known
 
     def lookup(
-        self, made: Fingerprint, links: Sequence[Link], *, lossy: bool = False
+        self,
+        made: Fingerprint | Sequence[Fingerprint],
+        links: Sequence[Link],
+        *,
+        lossy: bool = False,
+        key: str | None = None,
     ) -> list[Found]:
-        """The longest catalogued prefix of a chain, in one query.
+        """The longest catalogued prefix of a chain, in one query a fingerprint.
 
         A hole ends it whatever lies beyond; so does a row whose parent, start or count differ.
+        made: if several, each chunk is of the first that has it, in an exact format if there is
+        one.  key: only parts that open with it (`Header.key`), None for all.
         """
-        found: list[Found] = []
-        for fits in self.listed(made, links):
-            usable = fits if lossy else [f for f in fits if f.format not in LOSSY]
-            if not usable:
-                break
-            found.append(usable[0] if len(usable) == 1 else min(usable, key=_preference))
-        return found
+        several = [made] if isinstance(made, Fingerprint) else made
+        return choose([self.listed(one, links, key) for one in several], lossy)
 
-    def listed(self, made: Fingerprint, links: Sequence[Link]) -> list[list[Found]]:
-        """Of each link the catalogued parts, in one query."""
+    def listed(
+        self, made: Fingerprint, links: Sequence[Link], key: str | None = None
+    ) -> list[list[Found]]:
+        """Of each link the catalogued parts, in one query.  key: see `lookup`."""
         which = self.known_fingerprint(made)
-        out: list[list[Found]] = [[] for _ in links]
         if which is None or not links:
-            return out
+            return [[] for _ in links]
         wanted = json.dumps([link.id.hex() for link in links])
-        split: dict[str, tuple[str, ...]] = {}  # the same few lists of places, again and again
-        for at, chunk, parent, start, count, content, form, size, text in self.read(
-            _LOOKUP, (wanted, which)
-        ):
-            link = links[at]
-            if start == link.start and count == link.count and parent == link.parent.hex():
-                places = split.get(text) or split.setdefault(text, tuple(text.split(",")))
-                out[at].append(Found(chunk, link, content, form, size, places))
-        return out
+        return fitting(made, links, self.read(LOOKUP, (wanted, which, key)))
 
     def record(
         self,
@@ -269,10 +237,10 @@ class Catalog:
     ) -> list[str]:
         """Note durable chunks of one place: (header, bytes it takes there), in one transaction.
 
-        The first writer of a chunk in a format wins; returns the content ids that lost to other
-        bytes for the same chunk, which nothing names now.  present: asked inside the transaction,
-        which gc deletes files in as well.  Raises FileNotFoundError when a file has gone meanwhile
-        (nothing is noted then), CatalogFault.
+        The first writer of a chunk in a format under a key wins; returns the content ids that lost
+        to other bytes for the same chunk, which nothing names now.  present: asked inside the
+        transaction, which gc deletes files in as well.  Raises FileNotFoundError when a file has
+        gone meanwhile (nothing is noted then), CatalogFault.
         """
         lost, now = [], self.now()
         with self.write() as db:
@@ -281,18 +249,20 @@ class Catalog:
                     raise FileNotFoundError(f"chunk {header.content[:16]} was collected meanwhile")
                 made = Fingerprint(header.fingerprint, header.meta)
                 chunk = self._chunk(db, self.fingerprint(db, made), header, now)
+                self._learn(db, header)
                 db.execute(
-                    "INSERT OR IGNORE INTO part (content, chunk, format, bytes)"
-                    " VALUES (?, ?, ?, ?)",
-                    (header.content, chunk, header.format, header.file_bytes),
+                    "INSERT OR IGNORE INTO part (content, chunk, format, key, bytes)"
+                    " VALUES (?, ?, ?, ?, ?)",
+                    (header.content, chunk, header.format, header.key, header.file_bytes),
                 )
                 (kept,) = db.execute(
-                    "SELECT content FROM part WHERE chunk = ? AND format = ?",
-                    (chunk, header.format),
+                    "SELECT content FROM part WHERE chunk = ? AND format = ? AND key = ?",
+                    (chunk, header.format, header.key),
                 ).fetchone()
                 if kept != header.content:
                     lost.append(header.content)
-                    add_event(db, now, "divergence", {"kept": kept, "refused": header.content})
+                    if not made.lossy:  # rows that came from others may differ
+                        add_event(db, now, "divergence", {"kept": kept, "refused": header.content})
                     continue
                 db.execute(
                     "INSERT OR IGNORE INTO replica (content, place, used, created_at)"
@@ -303,6 +273,22 @@ class Catalog:
                 kept = [header.content for header, _ in stored if header.content not in lost]
                 self._promise(db, kept, *self.behind, now)
         return lost
+
+    def learn(self, header: Header) -> None:
+        """Note with which key a part opens that an older version has catalogued."""
+        with self.write() as db:
+            self._learn(db, header)
+
+    @staticmethod
+    def _learn(db: sqlite3.Connection, header: Header) -> None:
+        """If another part has that place meanwhile, this one is one too many."""
+        where = "WHERE content = ? AND key IS NULL"
+        done = db.execute(
+            f"UPDATE OR IGNORE part SET key = ? {where}", (header.key, header.content)
+        )
+        if not done.rowcount:
+            of = f"content IN (SELECT content FROM part {where})"
+            db.execute(f"DELETE FROM replica WHERE {of}", (header.content,))
 
     @staticmethod
     def _promise(

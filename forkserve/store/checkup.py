@@ -56,6 +56,10 @@ def checkup(store: Store) -> list[Check]:
     unread = {row[0] for row in read("SELECT DISTINCT place FROM replica")} - {*store.vault.depots}
     if unread:
         out.append(Check("other places", True, f"not looked at: {', '.join(sorted(unread))}"))
+    ours = store.sealer.key_id.hex() if store.sealer is not None else ""
+    (other,) = read("SELECT count(*) FROM part WHERE key != ?", (ours,))[0]
+    found = f"{other} chunks are sealed, or open with another key than the one given"
+    out.append(Check("key", True, found if other else "opens every chunk"))
     out.append(_owner(store))
     leases = read("SELECT holder, at, ttl FROM lease")
     stale = sum(owner.is_dead(holder) or at + ttl < now for holder, at, ttl in leases)

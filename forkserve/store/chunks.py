@@ -37,6 +37,7 @@ from forkserve.store.pace import pieces
 
 __all__ = [
     "FORMATS",
+    "HEAD",
     "LOSSY",
     "Buffer",
     "ChunkFault",
@@ -56,6 +57,7 @@ _FIXED = struct.Struct("<8sHBBIQQII32s32s32s32s16s8sII")
 _TAG = b"forkserve/store/content/v1"
 _ALIGN = 64
 _SEALED = 1
+HEAD = 1 << 16  # bytes to read for a header: one of 256 tokens has 3 kB
 _MOST_HEADER = 1 << 22  # bytes; a header is some kB
 
 FORMATS = ("raw", "zstd", "int8")
@@ -101,6 +103,11 @@ class Header:
     @property
     def file_bytes(self) -> int:
         return self.length + self.stored_bytes
+
+    @property
+    def key(self) -> str:
+        """Which key opens it, in hex; empty for a chunk that is not sealed."""
+        return self.key_id.hex() if self.sealed else ""
 
     @property
     def layout(self) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Piece:
         """The chunk that this piece is, if it is a whole one."""
         if self.count != CHUNK_TOKENS or self.start % CHUNK_TOKENS:
             return None
-        return Link(self.below, self.above, self.start, self.count, self.tokens)
+        return Link(self.above, self.start, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,26 @@ class HostMemory:
         self._policy = policy
         self._now = now_s
         self._pieces: dict[bytes, list[Piece]] = {}  # by `above`
+        self._made = b""
+        self._busy: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
+
+    def serve(self, made: bytes, busy: Callable[[], bool]) -> None:
+        """An engine of fingerprint `made` uses it from now on, until `busy` says False.
+
+        Pieces say which text they stand for, not whose numbers: those of another fingerprint are
+        forgotten.  Raises StoreError while an engine of another one uses it.
+        """
+        with self._lock:
+            if made != self._made and self._busy():
+                raise StoreError(
+                    "the memory tier of this store serves an engine of another model or variant; "
+                    "shut that one down first, or open a Store of its own"
+                )
+            if made != self._made:
+                self._pieces.clear()
+                self.used = 0
+            self._made, self._busy = made, busy
 
     def __len__(self) -> int:
         with self._lock:

@@ -3,10 +3,14 @@
 * **causal**: which prefix.  A blake3-256 chain over tagged, length-prefixed fields::
 
       root  = H(root tag,  salt)
-      chunk = H(chunk tag, parent, token count, token ids, extra)
+      chunk = H(chunk tag, parent, token count, token ids, "")
+
+  The ids are the whole input: a text-only model.  The last field is empty, and stands where hashes
+  would go of what ids do not say (an image behind a placeholder).
 
 * **compatibility**: whose numbers.  A digest over everything that can change a KV byte or its
-  meaning: weights, configuration, layout, dtype, rotary scaling, adapter, execution variant.
+  meaning: weights, configuration, layout, dtype, rotary scaling, adapter, execution variant.  What
+  an engine keeps that may be given lossy rows has a fingerprint of its own: see `lossy_of`.
 * **content**: which bytes.  The header hash of a chunk file (`forkserve.store.chunks`).
 
 A field that is not known is an error.  Nothing here reads the environment or a clock, so two
@@ -19,7 +23,7 @@ import json
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,7 +40,9 @@ __all__ = [
     "StatCache",
     "chunk_id",
     "digest",
+    "exact_of",
     "fingerprint",
+    "lossy_of",
     "parse_fingerprint",
     "plan_chain",
     "root_id",
@@ -46,6 +52,7 @@ __all__ = [
 
 FORMAT = 1  # of the identity scheme; part of every fingerprint
 CHUNK_TOKENS = 256  # tokens of one chunk: part of causal identity, independent of the page size
+_MOST_TOKENS = 2**32 - 1  # positions are 32-bit numbers in a chunk's header
 
 _ROOT = b"forkserve/store/root/v1"
 _CHUNK = b"forkserve/store/chunk/v1"
@@ -65,15 +72,16 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "variant": dict,
 }
 _VARIANT = ("engine", "version", "kernels", "device", "determinism")
+_ROWS = "rows"  # one more field of the variant, "lossy", or absent
 _VAGUE = {"", "auto", "unknown", "any", "*"}
 
 
 def digest(tag: bytes, *fields: bytes) -> bytes:
     """blake3-256 of a tag and fields, each with its length before it: no two lists collide."""
     state = blake3(len(tag).to_bytes(8, "little") + tag)
-    for field in fields:
-        state.update(len(field).to_bytes(8, "little"))
-        state.update(field)
+    for one in fields:
+        state.update(len(one).to_bytes(8, "little"))
+        state.update(one)
     return state.digest()
 
 
@@ -82,13 +90,26 @@ def digest(tag: bytes, *fields: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One chunk of a chain: tokens [start, start + count) after `parent`."""
+    """One chunk of a chain: the tokens from position `start` on, after `parent`.
 
-    id: bytes
+    id and count follow from the rest, so that no two fields can contradict each other.
+    Raises StoreError: a parent of other than 32 bytes, tokens that are not `token_bytes` of at
+    least one id, positions that 32 bits do not hold.
+    """
+
     parent: bytes
     start: int
-    count: int
-    tokens: bytes  # little-endian int32, as `token_bytes` makes them
+    tokens: bytes = field(repr=False)  # little-endian int32, as `token_bytes` makes them
+    id: bytes = field(init=False)
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", chunk_id(self.parent, self.tokens))
+        object.__setattr__(self, "count", len(self.tokens) // 4)
+        if not self.tokens[3::4].isascii():  # a high bit in the last byte of an id is its sign
+            raise StoreError("a chunk holds a negative token id")
+        if type(self.start) is not int or not 0 <= self.start <= _MOST_TOKENS - self.count:
+            raise StoreError(f"a chunk cannot begin at position {self.start!r}")
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
@@ -116,16 +137,16 @@ def root_id(salt: str) -> bytes:
         raise StoreError(f"the salt {salt!r} is no text: {error}") from None
 
 
-def chunk_id(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
+def chunk_id(parent: bytes, tokens: bytes) -> bytes:
     """Id of the chunk that holds `tokens` (see `token_bytes`) after `parent`.
 
-    extra: hashes of what the ids do not say, such as an image behind a placeholder.
+    Raises StoreError for what is neither.
     """
-    if len(parent) != 32:
-        raise StoreError(f"a parent id has 32 bytes, not {len(parent)}")
-    if not tokens or len(tokens) % 4:
-        raise StoreError(f"a chunk needs whole 32-bit token ids, got {len(tokens)} bytes")
-    return digest(_CHUNK, parent, (len(tokens) // 4).to_bytes(8, "little"), tokens, extra)
+    if not isinstance(parent, bytes) or len(parent) != 32:
+        raise StoreError(f"a parent id is 32 bytes, not {parent!r}")
+    if not isinstance(tokens, bytes) or not tokens or len(tokens) % 4:
+        raise StoreError(f"a chunk needs the bytes of whole 32-bit token ids, not {tokens!r}")
+    return digest(_CHUNK, parent, (len(tokens) // 4).to_bytes(8, "little"), tokens, b"")
 
 
 def plan_chain(tokens: Sequence[int], salt: str, size: int = CHUNK_TOKENS) -> list[Link]:
@@ -134,7 +155,7 @@ def plan_chain(tokens: Sequence[int], salt: str, size: int = CHUNK_TOKENS) -> li
     parent, links = root_id(salt), []
     for number in range(len(raw) // 4 // size):
         ids = raw[number * size * 4 : (number + 1) * size * 4]
-        link = Link(chunk_id(parent, ids), parent, number * size, size, ids)
+        link = Link(parent, number * size, ids)
         links.append(link)
         parent = link.id
     return links
@@ -160,19 +181,28 @@ class Fingerprint:
         found: dict[str, Any] = self.fields["layout"]
         return found
 
+    @property
+    def lossy(self) -> bool:
+        """True if rows under this fingerprint may come from a lossy format: see `lossy_of`."""
+        return _ROWS in self.fields["variant"]
+
 
 def fingerprint(fields: Mapping[str, Any]) -> Fingerprint:
     """Check and hash the fields that a backend gave (`Backend.identity`).
 
     Exactly these: weights, architecture, config, layout, kv_dtype, kv_quantization, rope, adapter,
-    and variant with engine, version, kernels, device, determinism.  Raises StoreError for one that
-    is missing, unknown, vague ("auto", "", None) or of the wrong type.
+    and variant with engine, version, kernels, device, determinism (and rows, for `lossy_of`).
+    Raises StoreError for one that is missing, unknown, vague ("auto", "", None) or of the wrong
+    type.
     """
     _exactly("fingerprint", fields, _FIELDS)
     for name, kind in _FIELDS.items():
         if not isinstance(fields[name], kind):
             raise StoreError(f"fingerprint field '{name}' is a {type(fields[name]).__name__}")
-    _exactly("fingerprint variant", fields["variant"], _VARIANT)
+    rows = fields["variant"].get(_ROWS)
+    _exactly("fingerprint variant", fields["variant"], (*_VARIANT, *[_ROWS] * (rows is not None)))
+    if rows not in (None, "lossy"):
+        raise StoreError(f"rows '{rows}' are not known: lossy, or nothing for exact ones")
     if fields["variant"]["determinism"] not in ("exact", "numeric"):
         raise StoreError(
             f"determinism '{fields['variant']['determinism']}' is not known; exact and numeric are"
@@ -198,6 +228,29 @@ def parse_fingerprint(text: str) -> Fingerprint:
     if made.text != text:
         raise StoreError("a fingerprint is not in canonical form")
     return made
+
+
+def lossy_of(made: Fingerprint) -> Fingerprint:
+    """The fingerprint of all that an engine keeps which may be given rows of a lossy format.
+
+    Rows that came from such a format look like any others in their pages, and what is computed over
+    them differs as well.  So everything that such an engine publishes has this name: an engine that
+    is to be exact never looks there.
+    """
+    return _with_variant(made, {**made.fields["variant"], _ROWS: "lossy"})
+
+
+def exact_of(made: Fingerprint) -> Fingerprint:
+    """The fingerprint of exact rows of the same model: `made` itself, unless it is lossy."""
+    variant = made.fields["variant"]
+    variant.pop(_ROWS, None)
+    return _with_variant(made, variant)
+
+
+def _with_variant(made: Fingerprint, variant: Mapping[str, Any]) -> Fingerprint:
+    fields = {**made.fields, "variant": variant}
+    del fields["format"]
+    return fingerprint(fields)
 
 
 def _exactly(what: str, given: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from forkserve.store.chunks import ChunkFault, Header, parse_header
+from forkserve.store.chunks import HEAD, ChunkFault, Header, parse_header
 from forkserve.store.depots.protocol import Depot
 from forkserve.store.pace import breathe
 from forkserve.store.vault import Vault
 
 __all__ = ["Report", "integrity", "rebuild", "verify"]
 
-_HEAD = 1 << 16  # bytes; a header of 256 tokens has 3 kB
 Progress = Callable[[int, int], None]
 
 
@@ -70,7 +69,7 @@ def _adopt_files(vault: Vault, report: Report, progress: Progress | None) -> Non
 def _header(depot: Depot, key: str, report: Report) -> Header | None:
     breathe()
     try:
-        stat, data = depot.head(key, _HEAD)
+        stat, data = depot.head(key, HEAD)
         header = parse_header(data, stat.bytes)
         if header.content != key:
             raise ChunkFault("name", "the file has another name than its content")

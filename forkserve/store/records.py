@@ -10,7 +10,13 @@ from typing import Any
 from forkserve.errors import StoreError
 from forkserve.store.catalog import Catalog
 from forkserve.store.chunks import ChunkFault
-from forkserve.store.identity import Fingerprint, parse_fingerprint, root_id, token_bytes
+from forkserve.store.identity import (
+    Fingerprint,
+    parse_fingerprint,
+    plan_chain,
+    root_id,
+    token_bytes,
+)
 from forkserve.store.seal import Sealer
 
 __all__ = [
@@ -70,7 +76,11 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class NameRecord:
-    """A named state: the whole text from the root, and how its draws were seeded."""
+    """A named state: the whole text from the root, and how its draws were seeded.
+
+    chain: the end of its stored KV, a whole chunk of this text, or None.  Raises StoreError for
+    fields that contradict each other.
+    """
 
     name: str
     session: str
@@ -81,6 +91,19 @@ class NameRecord:
     tokens: array[int]
     chain: str | None
     fingerprint: str = ""  # of the model that made it; given when it was read
+
+    def __post_init__(self) -> None:
+        require_name(self.name)
+        what = f"the state '{self.name}'"
+        if type(self.node) is not int or self.node < 0 or type(self.seed) is not int:
+            raise StoreError(f"{what} has node {self.node!r} and seed {self.seed!r}")
+        if not isinstance(self.tokens, array) or self.tokens.typecode != "i" or not self.tokens:
+            raise StoreError(
+                f"{what} needs the token ids of a text, as an array of 32-bit integers"
+            )
+        links = plan_chain(self.tokens, self.salt)
+        if self.chain is not None and self.chain not in {link.id.hex() for link in links}:
+            raise StoreError(f"{what} names a chunk {self.chain!r} that its text does not give")
 
 
 def require_name(name: object) -> None:

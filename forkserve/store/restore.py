@@ -14,8 +14,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
-from forkserve.store.catalog import Found
-from forkserve.store.identity import Fingerprint
+from forkserve.store.lookups import Found
 from forkserve.store.pace import paced
 from forkserve.store.vault import Loaded, Vault
 
@@ -73,8 +72,7 @@ class _Flight:
     has begun with it.
     """
 
-    key: tuple[bytes, str]
-    made: Fingerprint
+    key: str  # the content's id
     found: Found
     calm: bool
     users: int = 1
@@ -107,17 +105,17 @@ class Restorer:
             for calm in (False, True)
         }
         self._ahead = threads + 2
-        self._flights: dict[tuple[bytes, str], _Flight] = {}
+        self._flights: dict[str, _Flight] = {}
         self._lock = threading.Lock()
 
-    def fetch(self, made: Fingerprint, chain: Sequence[Found]) -> Iterator[Loaded]:
+    def fetch(self, chain: Sequence[Found]) -> Iterator[Loaded]:
         """The chunks of a chain in order, up to the first that no place has sound, or that takes
         longer than `patience_s` to come: the rest is computed.
 
         A few are read ahead.  Whoever stops asking leaves at most one a thread being read.
         """
         rest = iter(chain)
-        ahead = deque(self._start(made, found) for found in islice(rest, self._ahead))
+        ahead = deque(self._start(found) for found in islice(rest, self._ahead))
         try:
             while ahead:
                 try:
@@ -130,20 +128,20 @@ class Restorer:
                 self._leave(ahead.popleft())
                 if loaded is None:
                     return
-                ahead.extend(self._start(made, found) for found in islice(rest, 1))
+                ahead.extend(self._start(found) for found in islice(rest, 1))
                 yield loaded
         finally:
             for flight in ahead:
                 self._leave(flight)
 
-    def _start(self, made: Fingerprint, found: Found) -> _Flight:
-        key, calm = (made.digest, found.content), paced()
+    def _start(self, found: Found) -> _Flight:
+        key, calm = found.content, paced()
         with self._lock:
             flight = self._flights.get(key)
             new, hasten = flight is None, False
             if flight is None:
                 self.reads += 1
-                flight = self._flights[key] = _Flight(key, made, found, calm)
+                flight = self._flights[key] = _Flight(key, found, calm)
             else:
                 self.shared += 1
                 flight.users += 1
@@ -179,7 +177,7 @@ class Restorer:
         rests = self._vault.pace.worker(lambda: not flight.calm) if flight.calm else nullcontext()
         try:
             with rests:
-                loaded = self._vault.load(flight.made, flight.found, places)
+                loaded = self._vault.load(flight.found, places)
             if loaded is None and further:
                 with suppress(RuntimeError):  # closed meanwhile: a miss
                     self._pools[False, flight.calm].submit(self._read, flight, further, [])
@@ -199,7 +197,7 @@ class Restorer:
         if unwanted:
             flight.future.cancel()  # one that is being read, or was, is not stopped by this
 
-    def _landed(self, key: tuple[bytes, str], done: Future[Loaded | None]) -> None:
+    def _landed(self, key: str, done: Future[Loaded | None]) -> None:
         with self._lock:
             flight = self._flights.get(key)
             if flight is not None and flight.future is done:

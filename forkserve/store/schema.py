@@ -13,7 +13,7 @@ from pathlib import Path
 
 from forkserve.errors import StoreError
 from forkserve.store import faults
-from forkserve.store.migrations import V2, V3, V4
+from forkserve.store.migrations import V2, V3, V4, V5
 
 __all__ = ["APPLICATION_ID", "FILE", "VERSION", "connect", "migrate", "version_of"]
 
@@ -246,7 +246,7 @@ CREATE TABLE weights (
 """
 
 # MIGRATIONS[i] brings version i to i + 1.  A released one is never edited.
-MIGRATIONS: list[str | Callable[[sqlite3.Connection], None]] = [_V1, V2, V3, V4]
+MIGRATIONS: list[str | Callable[[sqlite3.Connection], None]] = [_V1, V2, V3, V4, V5]
 VERSION = len(MIGRATIONS)
 
 
@@ -265,12 +265,15 @@ def connect(
         db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         _version(db)  # before anything is changed in a file that may not be ours
         path.chmod(0o600)
-        db.execute("PRAGMA foreign_keys = ON")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA synchronous = {'FULL' if full_sync else 'NORMAL'}")
         db.execute("PRAGMA temp_store = MEMORY")
         db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        db.execute(
+            "PRAGMA foreign_keys = OFF"
+        )  # a table that is made anew must not take others along
         migrate(db)
+        db.execute("PRAGMA foreign_keys = ON")
         return _checked(db)
     except BaseException as error:
         if db is not None:

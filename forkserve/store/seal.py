@@ -1,8 +1,12 @@
 """Authenticated encryption of what a prompt could be read from: token ids and KV payloads.
 
-AES-256-GCM from the library `cryptography`.  Each sealed piece has a key of its own, derived from
-the user's key and a random nonce's companion salt, so that no nonce is ever used twice under one
-key.  A piece is bound to its place by associated data: moved elsewhere, it does not open.
+AES-256-GCM from the library `cryptography`.  Each sealed piece has a key and a nonce of its own,
+made from a keyed hash of its place and its plain bytes (a synthetic initialisation vector, the idea
+of RFC 5297): a nonce comes twice under one key only where the very same bytes are sealed for the
+same place, and then the result is the same as well.  So two writers of equal rows write the same
+chunk, and chunks that differ are rows that differ.  What shows is that a place holds the same bytes
+as before; of a chunk its chain id says that anyway.  A piece is bound to its place by associated
+data: moved elsewhere, it does not open.
 """
 
 from __future__ import annotations
@@ -45,11 +49,15 @@ class Sealer:
         ).decryptor()
         self._invalid: type[Exception] = InvalidTag
         self._key = blake3(key, derive_key_context=_CONTEXT).digest()
+        self._iv_key = blake3(self._key, derive_key_context=_CONTEXT + " iv").digest()
         self.key_id = blake3(self._key, derive_key_context=_CONTEXT + " id").digest()[:8]
 
     def seal(self, plain: Buffer, place: bytes) -> bytes:
-        """salt | nonce | ciphertext and tag.  `place` must be given again to open it."""
-        salt, nonce = os.urandom(_SALT), os.urandom(_NONCE)
+        """salt | nonce | ciphertext and tag; equal for equal arguments.
+
+        `place` must be given again to open it.
+        """
+        salt, nonce = self._synthetic(plain, place)
         stream = self._stream(self._derive(salt), nonce)
         stream.authenticate_additional_data(place)
         body = [stream.update(piece) for piece in pieces(plain)]
@@ -80,6 +88,14 @@ class Sealer:
         return blake3(
             data, key=blake3(self._key, derive_key_context=_CONTEXT + " mac").digest()
         ).hexdigest()
+
+    def _synthetic(self, plain: Buffer, place: bytes) -> tuple[bytes, bytes]:
+        """Salt and nonce from the place, with its length before it, and the plain bytes."""
+        state = blake3(len(place).to_bytes(8, "little") + place, key=self._iv_key)
+        for piece in pieces(plain):
+            state.update(piece)
+        made = state.digest(_SALT + _NONCE)
+        return made[:_SALT], made[_SALT:]
 
     def _derive(self, salt: bytes) -> bytes:
         return blake3(salt, key=self._key).digest()

@@ -14,9 +14,10 @@ from forkserve.errors import ConfigError, StoreError
 from forkserve.store.behind import WriteBehind
 from forkserve.store.budget import Budget
 from forkserve.store.catalog import Catalog, Role
+from forkserve.store.chunks import LOSSY
 from forkserve.store.depots import Depot, LocalDepot, depot_at
 from forkserve.store.host import HostMemory
-from forkserve.store.identity import Fingerprint, fingerprint, weights_id
+from forkserve.store.identity import Fingerprint, fingerprint, lossy_of, weights_id
 from forkserve.store.journal import TreeJournal
 from forkserve.store.metrics import Meter
 from forkserve.store.pace import Pace
@@ -36,7 +37,9 @@ class Store:
 
     role: "owner" keeps sessions and is alone in that; "shared" publishes, looks up and collects
     beside others; "reader" changes nothing.
-    format: of new chunks: raw, zstd, or int8 (lossy).  lossy: may lossy chunks be served.
+    format: of new chunks: raw, zstd, or int8 (lossy).  lossy: the engine may be given rows of lossy
+    chunks; what it publishes then, in whatever format, is found by engines alone that may, too.
+    verify_weights: hash the weights when an engine begins, whatever size and time their files have.
     encrypt: where the key of 64 hex digits is, a file or "env:NAME"; token ids and rows are then
     sealed on disk.
     full_sync: sync the catalog at every transaction, so that a power cut loses nothing either.
@@ -64,6 +67,7 @@ class Store:
         *,
         format: str = "raw",
         lossy: bool = False,
+        verify_weights: bool = False,
         encrypt: str | None = None,
         full_sync: bool = False,
         far: Sequence[Depot | str] = (),
@@ -81,6 +85,11 @@ class Store:
     ) -> None:
         _known("restore", restore, ("auto", "always", "never"))
         _known("role", role, get_args(Role))
+        if format in LOSSY and not lossy:
+            raise ConfigError(
+                f"format={format!r} is lossy: what it stores is given to engines with lossy=True "
+                "alone; say that as well, or take raw or zstd"
+            )
         if isinstance(far, str) or not isinstance(far, Sequence):
             raise ConfigError(f"far={far!r} must be a list of places: far=['s3://bucket/prefix']")
         if (write_behind or far_bytes is not None) and not far:
@@ -104,6 +113,8 @@ class Store:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{folder!r} is no directory for a store: {error}") from None
         self.device_bytes = device_bytes
+        self._lossy = lossy
+        self._verify_weights = verify_weights
         self.meter = Meter()
         self.moving: Callable[[], int] = lambda: 0  # moves between tiers that wait in an engine
         self.restore = restore
@@ -126,7 +137,6 @@ class Store:
                 self.catalog,
                 [near, *places],
                 format=format,
-                lossy=lossy,
                 sealer=self.sealer,
                 pace=self.pace,
             )
@@ -159,11 +169,15 @@ class Store:
     def identify(
         self, identity: Callable[[Callable[[Sequence[Path]], str]], Mapping[str, Any]]
     ) -> Fingerprint:
-        """The fingerprint of a backend (its `Portable.identity`); weights are hashed once a file.
+        """The fingerprint of what an engine over a backend keeps (its `Portable.identity`).
 
-        Raises StoreError when the backend leaves anything open.
+        Weights are hashed once a file, or each time with `verify_weights`.  Raises StoreError when
+        the backend leaves anything open.
         """
-        return fingerprint(identity(lambda files: weights_id(files, self.catalog)))
+        made = fingerprint(
+            identity(lambda files: weights_id(files, self.catalog, self._verify_weights))
+        )
+        return lossy_of(made) if self._lossy else made
 
     def journal(
         self,

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from forkserve.errors import StoreError
 from forkserve.store import codecs, faults
-from forkserve.store.catalog import Catalog, Found
+from forkserve.store.catalog import Catalog
 from forkserve.store.chunks import (
+    HEAD,
     Buffer,
     ChunkFault,
     Header,
@@ -25,7 +26,8 @@ from forkserve.store.chunks import (
     parse_header,
 )
 from forkserve.store.depots.protocol import Blob, Depot
-from forkserve.store.identity import Fingerprint, Link
+from forkserve.store.identity import Fingerprint, Link, exact_of
+from forkserve.store.lookups import Found
 from forkserve.store.pace import Pace
 from forkserve.store.seal import Sealer
 
@@ -60,9 +62,9 @@ class Loaded:
 class Vault:
     """Depots in order of preference for reading, under one catalog.
 
-    format: of what is written.  lossy: may lossy parts be served.  The first depot is where chunks
-    are written; `copy` brings them to others.  pace: how fast a thread may work beside passes.
-    Raises StoreError for an unknown format.
+    format: of what is written.  sealer: with which it is sealed, and what is read is opened.  The
+    first depot is where chunks are written; `copy_one` brings them to others.  pace: how fast a
+    thread may work beside passes.  Raises StoreError for an unknown format.
     """
 
     def __init__(
@@ -71,7 +73,6 @@ class Vault:
         depots: Sequence[Depot],
         *,
         format: str = "raw",
-        lossy: bool = False,
         sealer: Sealer | None = None,
         pace: Pace | None = None,
     ) -> None:
@@ -80,13 +81,13 @@ class Vault:
         self.catalog = catalog
         self.depots = {depot.place: depot for depot in depots}
         self.format = format
-        self.lossy = lossy
         self.sealer = sealer
         self.rooms: dict[str, Callable[[int], object]] = {}  # by place, asked before a write
         self.stored: Callable[[], None] = lambda: None  # told when chunks were catalogued
         self.verified_bytes = 0  # hashed at first open in this process
         self._first = depots[0]
         self._sound: dict[tuple[str, str], tuple[int, ...]] = {}  # (place, content) -> stamp
+        self._key = sealer.key_id.hex() if sealer is not None else ""
         self._lock = threading.Lock()
 
     # ---------------------------------------------------------------- writing
@@ -94,9 +95,10 @@ class Vault:
     def absent(self, made: Fingerprint, links: Sequence[Link]) -> list[Link]:
         """Links whose bytes are not there: not catalogued, or their file has gone or changed size.
 
-        A row is not believed: a lost file is written again (and the row was wrong).
+        A row is not believed: a lost file is written again (and the row was wrong).  What another
+        key has sealed counts as absent, and stays beside what is written.
         """
-        listed = self.catalog.listed(made, links)
+        listed = self.catalog.listed(made, links, self._key)
         return [
             link
             for link, parts in zip(links, listed, strict=True)
@@ -108,7 +110,19 @@ class Vault:
         if depot is None or depot.place not in found.places:
             return False
         stat = depot.stat(found.content)
-        return stat is not None and stat.bytes == found.bytes
+        if stat is None or stat.bytes != found.bytes:
+            return False
+        return found.key is not None or self._opens(depot, found.content)
+
+    def _opens(self, depot: Depot, content: str) -> bool:
+        """Whether a part of which the key is not noted opens here; that is noted then."""
+        try:
+            stat, data = depot.head(content, HEAD)
+            header = parse_header(data, stat.bytes)
+        except (OSError, ChunkFault):
+            return False
+        self.catalog.learn(header)
+        return header.key == self._key
 
     def put(
         self,
@@ -235,9 +249,17 @@ class Vault:
 
     # ---------------------------------------------------------------- reading
 
-    def load(
-        self, made: Fingerprint, found: Found, places: Sequence[str] | None = None
-    ) -> Loaded | None:
+    def find(self, made: Fingerprint, links: Sequence[Link]) -> list[Found]:
+        """The longest prefix of a chain that may be given to an engine of fingerprint `made`.
+
+        An exact one gets exact rows alone.  A lossy one gets what there is for either, exact parts
+        before others.  Parts that another key has sealed are not there.
+        """
+        if not made.lossy:
+            return self.catalog.lookup(made, links, key=self._key)
+        return self.catalog.lookup((exact_of(made), made), links, lossy=True, key=self._key)
+
+    def load(self, found: Found, places: Sequence[str] | None = None) -> Loaded | None:
         """The verified rows of a chunk from the first place that has them sound; None if none has.
 
         places: only these.
@@ -250,7 +272,7 @@ class Vault:
             if depot is None:
                 continue
             try:
-                loaded = self._open(depot, made, found)
+                loaded = self._open(depot, found)
             except ChunkFault as fault:
                 self._refuse(depot, found.content, fault)
             except FileNotFoundError:
@@ -267,7 +289,8 @@ class Vault:
         order = list(self.depots)
         return order.index(place) if place in order else len(order)
 
-    def _open(self, depot: Depot, made: Fingerprint, found: Found) -> Loaded:
+    def _open(self, depot: Depot, found: Found) -> Loaded:
+        made = found.made
         blob = depot.open(found.content)
         try:
             header = self._verify(blob, depot.place, found.content)

@@ -10,7 +10,7 @@ import numpy as np
 
 from forkserve.store.catalog import Catalog, Role
 from forkserve.store.depots import Depot, LocalDepot
-from forkserve.store.identity import Link, fingerprint, plan_chain
+from forkserve.store.identity import Fingerprint, Link, fingerprint, plan_chain
 from forkserve.store.vault import Loaded, Vault
 
 from .test_identity import FIELDS
@@ -37,11 +37,11 @@ def vault(
     return Vault(catalog, depots or [LocalDepot(folder / "chunks")], **options)
 
 
-def load(v: Vault, links: Sequence[Link]) -> list[Loaded]:
+def load(v: Vault, links: Sequence[Link], made: Fingerprint = PRINT) -> list[Loaded]:
     """Every chunk that can be had, root first, up to the first that can't."""
     out = []
-    for found in v.catalog.lookup(PRINT, links, lossy=v.lossy):
-        loaded = v.load(PRINT, found)
+    for found in v.find(made, links):
+        loaded = v.load(found)
         if loaded is None:
             break
         out.append(loaded)

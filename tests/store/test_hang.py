@@ -91,7 +91,7 @@ def test_a_closed_store_reads_no_more(tmp_path: Path) -> None:
         links = chain(range(2 * SIZE))
         store.vault.put(PRINT, links, rows)
         found = store.catalog.lookup(PRINT, links)
-        assert len(list(store.restorer.fetch(PRINT, found))) == 2
+        assert len(list(store.restorer.fetch(found))) == 2
         store.restorer.close()
-        assert list(store.restorer.fetch(PRINT, found)) == []
+        assert list(store.restorer.fetch(found)) == []
         assert store.restorer._flights == {}

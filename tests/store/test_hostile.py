@@ -57,6 +57,7 @@ from .test_cli import ask, run
         {"encrypt": ""},
         {"encrypt": 3},
         {"policy": 3},
+        {"format": "int8"},  # it would store what nobody may read
     ],
     ids=str,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,21 @@ import pytest
 from hypothesis import given
 
 from forkserve.errors import StoreError
+from forkserve.store import Store
 from forkserve.store.identity import (
+    Link,
     chunk_id,
     digest,
+    exact_of,
     fingerprint,
+    lossy_of,
     parse_fingerprint,
     plan_chain,
     root_id,
     token_bytes,
     weights_id,
 )
+from forkserve.store.records import NameRecord
 
 FIELDS: dict[str, Any] = {
     "weights": "blake3:" + "0" * 64,
@@ -121,9 +127,73 @@ def test_chunk_size_is_part_of_the_chain_and_unfull_chunks_are_left_out() -> Non
     assert [link.parent for link in chain] == [root_id(""), chain[0].id, chain[1].id]
 
 
-def test_extra_content_behind_equal_ids_changes_the_id() -> None:
-    ids = token_bytes([7, 7])
-    assert chunk_id(root_id(""), ids) != chunk_id(root_id(""), ids, b"image")
+@given(st.integers(0, 2**32 - 1 - 600), st.lists(st.integers(0, 2**31 - 1), max_size=600))
+def test_a_link_cannot_contradict_itself(start: int, ids: list[int]) -> None:
+    raw, parent = token_bytes(ids), root_id("")
+    if not ids:
+        with pytest.raises(StoreError, match="whole 32-bit token ids"):
+            Link(parent, start, raw)
+        return
+    link = Link(parent, start, raw)
+    assert (link.id, link.count) == (chunk_id(parent, raw), len(ids))
+    assert link.start + link.count <= 2**32 - 1
+    wrong: list[tuple[Any, Any, Any]] = [
+        (parent, start, raw[:-1]),
+        (parent, start, ids),
+        (parent[:-1], start, raw),
+        (parent.hex(), start, raw),
+        (parent, -1, raw),
+        (parent, start + 0.5, raw),
+        (parent, True, raw),
+        (parent, 2**32 - 1 - len(ids) + 1, raw),
+        (parent, start, raw[:-1] + b"\x80"),
+    ]
+    for fields in wrong:
+        with pytest.raises(StoreError):
+            Link(*fields)
+
+
+NAMED = {"name": "n", "session": "s", "node": 0, "tenant": "t", "salt": "", "seed": 1}
+
+
+@given(st.integers(1, 600), st.booleans())
+def test_a_named_state_cannot_contradict_itself(count: int, stored: bool) -> None:
+    ids = array("i", range(count))
+    chains = [link.id.hex() for link in plan_chain(ids, "")]
+    good: dict[str, Any] = {
+        **NAMED,
+        "tokens": ids,
+        "chain": chains[-1] if stored and chains else None,
+    }
+    NameRecord(**good)
+    other = plan_chain(range(1, 257), "")[0].id.hex()
+    for change in (
+        {"tokens": array("i")},
+        {"tokens": ids.tolist()},
+        {"tokens": array("i", [*ids, -1])},
+        {"tokens": array("q", ids)},
+        {"chain": "zz"},
+        {"chain": other},
+        {"node": -1},
+        {"node": None},
+        {"seed": "1"},
+        {"name": ""},
+        *([{"salt": "another"}, {"tokens": ids[:255]}] if good["chain"] else []),
+    ):
+        with pytest.raises(StoreError):
+            NameRecord(**{**good, **change})
+
+
+def test_a_lossy_fingerprint_is_another_and_leads_back() -> None:
+    exact = fingerprint(FIELDS)
+    lossy = lossy_of(exact)
+    assert lossy.digest != exact.digest
+    assert (exact.lossy, lossy.lossy) == (False, True)
+    assert exact_of(lossy) == exact == exact_of(exact)
+    assert lossy_of(lossy) == lossy == parse_fingerprint(lossy.text)
+    for value in ("exact", "", 1, True):
+        with pytest.raises(StoreError):
+            fingerprint(changed("variant.rows", value))
 
 
 @pytest.mark.parametrize("bad", [[-1], [2**31], ["x"], [1.5]])
@@ -230,6 +300,23 @@ def test_weights_are_hashed_once_and_verify_sees_through_an_equal_stat(tmp_path:
     assert weights_id([path], cache) == first
     assert weights_id([path], cache, verify=True) != first
     assert weights_id([path], cache) != first, "verify refreshes the cache"
+
+
+def test_a_store_can_be_told_to_verify_the_weights(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(1000))
+    stat = path.stat()
+
+    def made(**options: Any) -> bytes:
+        with Store(tmp_path / "states", **options) as store:
+            return store.identify(lambda weights: {**FIELDS, "weights": weights([path])}).digest
+
+    first = made()
+    with path.open("r+b") as file:
+        file.write(b"\1")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert made() == first, "size, time and inode are the same"
+    assert made(verify_weights=True) != first
 
 
 def test_weights_are_their_bytes_not_their_name_or_order(tmp_path: Path) -> None:

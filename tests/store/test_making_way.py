@@ -99,14 +99,14 @@ def test_what_is_read_ahead_of_time_makes_way_and_holds_up_nobody(
 
     def prefetch() -> None:
         with v.pace.worker():
-            ahead.extend(restorer.fetch(PRINT, found[:4]))
+            ahead.extend(restorer.fetch(found[:4]))
 
     thread = threading.Thread(target=prefetch)
     thread.start()
     assert slow.began.acquire(timeout=30)
     assert slow.began.acquire(timeout=30)  # both threads of the background have one in hand
-    assert len(list(restorer.fetch(PRINT, found[4:]))) == 2, "others are not held up"
-    assert len(list(restorer.fetch(PRINT, found[2:4]))) == 2, "nor by what only waits there"
+    assert len(list(restorer.fetch(found[4:]))) == 2, "others are not held up"
+    assert len(list(restorer.fetch(found[2:4]))) == 2, "nor by what only waits there"
     assert slow.paced == [True, True, False, False, False, False]
     slow.go.set()
     thread.join(30)
@@ -137,12 +137,12 @@ def test_who_joins_a_read_ahead_of_time_ends_its_rests(
 
     def prefetch() -> None:
         with v.pace.worker():
-            list(restorer.fetch(PRINT, found))
+            list(restorer.fetch(found))
 
     thread = threading.Thread(target=prefetch)
     thread.start()
     assert naps.acquire(timeout=30)  # it rests, and by its clock would for ever
-    flight = restorer._start(PRINT, found[0])
+    flight = restorer._start(found[0])
     joined.set()
     loaded = flight.future.result(30)
     assert loaded is not None

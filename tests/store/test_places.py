@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from forkserve.store.catalog import _LOOKUP, Catalog
+from forkserve.store.catalog import Catalog
 from forkserve.store.depots import LocalDepot
+from forkserve.store.lookups import LOOKUP
 from forkserve.store.rebuild import integrity
 from forkserve.store.vault import Vault
 
@@ -17,7 +18,7 @@ from .test_catalog import put_row
 def test_a_look_up_sorts_nothing_and_reads_no_replica(tmp_path: Path) -> None:
     """A long chain in a large catalog: each table more is a scattered page a chunk."""
     catalog = Catalog(tmp_path)
-    plan = [row[3] for row in catalog.read("EXPLAIN QUERY PLAN " + _LOOKUP, ("[]", 1))]
+    plan = [row[3] for row in catalog.read("EXPLAIN QUERY PLAN " + LOOKUP, ("[]", 1, ""))]
     assert [line.split(" ")[:2] for line in plan] == [
         ["SCAN", "w"],
         ["SEARCH", "c"],
