@@ -46,10 +46,11 @@ def checkup(store: Store) -> list[Check]:
                 (place,),
             )
         )
-        there = {stat.key: stat.bytes for stat in depot.entries()}
+        stats = {stat.key: stat for stat in depot.entries()}
+        there = {key: stat.bytes for key, stat in stats.items()}
         missing = rows.keys() - there.keys()
         wrong = sum(there[key] != rows[key] for key in rows.keys() & there.keys())
-        orphans = len(there.keys() - rows.keys())
+        orphans = sum(stat.own for key, stat in stats.items() if key not in rows)
         found = f"{len(rows)} chunks, {len(missing)} missing, {wrong} of a wrong length"
         found += f", {orphans} files that nothing names (gc takes them)" * bool(orphans)
         out.append(Check(f"files in {place}", not missing and not wrong, found))

@@ -127,7 +127,7 @@ def _collect(
         files = [
             stat.key
             for stat in restful(depot.entries())
-            if stat.key in gone or (stat.key not in named and stat.at <= limit)
+            if stat.own and (stat.key in gone or (stat.key not in named and stat.at <= limit))
         ]
         swept.orphans += sum(key not in gone for key in files)
         if not dry_run:
