@@ -341,8 +341,9 @@ def _export(at: Where, file: Path, what: tuple[str, ...], sessions: tuple[str, .
     "A file that `export` wrote.",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
 )
+@click.option("--as", "as_session", metavar="NEWID", help="The id that its one session gets here.")
 @pass_where
-def _import(at: Where, file: Path) -> None:
+def _import(at: Where, file: Path, as_session: str | None) -> None:
     """Take the states and sessions of a FILE in; a changed or cut file is refused as a whole.
 
     Sessions are taken in while no engine owns the store.
@@ -352,7 +353,7 @@ def _import(at: Where, file: Path) -> None:
 
     role: Any = "owner" if has_sessions(file) else "shared"
     with Store(at.folder, role, encrypt=at.key) as store, at.progress("import") as show:
-        done = import_bundle(store.vault, file, show)
+        done = import_bundle(store.vault, file, show, as_session=as_session)
     _say_bundle(at, done, "imported")
 
 

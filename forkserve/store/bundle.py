@@ -8,38 +8,56 @@ bundle that is accepted.
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import os
 import tarfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-from forkserve.errors import StoreError
+from forkserve.errors import ConfigError, StoreError
 from forkserve.store import faults
+from forkserve.store.bills import BillOf, bill_rows, enter_bills
 from forkserve.store.chunks import ChunkFault, Header, check_payload, parse_header
-from forkserve.store.identity import Fingerprint, parse_fingerprint, plan_chain, root_id
-from forkserve.store.records import NameRecord, read_name, require_name
 from forkserve.store.seal import Sealer
-from forkserve.store.travel import Hex, SessionOf, Small, check_session, enter_session, session_rows
+from forkserve.store.travel import (
+    STRICT,
+    Hex,
+    SessionOf,
+    Small,
+    check_session,
+    enter_session,
+    renamed,
+    session_rows,
+)
+from forkserve.store.travel_names import NameOf, check_name, enter_name, name_row
 from forkserve.store.vault import Vault
+from forkserve.values import text
 
 __all__ = ["Bundle", "export_bundle", "has_sessions", "import_bundle"]
 
-_FORMATS = (1, 2)  # 2: with sessions, which a reader of 1 would leave out without a word
+# 2: with sessions, which a reader of 1 would leave out without a word.  3: their decisions, bills.
+_FORMATS = (1, 2, 3)
 _MANIFEST = "forkserve-bundle.json"
 _MOST = 256 << 20  # bytes of a manifest
 _STAGED = 64 << 20
+# What a file that is no manifest gives; RecursionError: lists in lists in lists.
+_NONSENSE = (
+    tarfile.TarError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    RecursionError,
+)
 Progress = Callable[[int, int], None]
-
-_COLUMNS = ("name", "session", "node", "tenant", "seed", "root", "chain", "tokens", "created_at")
-_BLOBS = ("salt", "ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +88,25 @@ def export_bundle(
         chosen = [str(r[0]) for r in vault.catalog.read("SELECT name FROM name")]
     if not chosen and not whole:
         raise StoreError("the store has no named state to export")
-    rows = [_name_row(vault, name) for name in chosen]
+    rows = [name_row(vault, name) for name in chosen]
     trees = [session_rows(vault.catalog, session, vault.sealer) for session in whole]
     ends = [row["chain"] for row in rows] + [n["chain"] for tree in trees for n in tree["node"]]
     chunks = _chunks(vault, [chain for chain in dict.fromkeys(ends) if chain])
-    manifest: dict[str, Any] = {"format": _FORMATS[bool(trees)], "names": rows, "chunks": chunks}
+    manifest: dict[str, Any] = {"format": 3 if trees else 1, "names": rows, "chunks": chunks}
     if trees:
         manifest["sessions"] = trees
+        tenants = list(dict.fromkeys(tree["tenant"] for tree in trees))
+        manifest["bills"] = bill_rows(vault.catalog, tenants)
     raw = _signed(manifest, vault.sealer)
-    temp = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    if len(raw) > _MOST:
+        raise StoreError(
+            f"the text of these {len(chosen)} states and {len(whole)} sessions takes {len(raw)} "
+            f"bytes, more than the {_MOST} that a bundle holds: export fewer at a time"
+        )
+    temp = target.with_name(f".{target.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
     total = 0
     try:
-        with temp.open("xb") as file:
+        with vault.pace.beside(), temp.open("xb") as file:
             os.chmod(temp, 0o600)
             with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar:
                 _add(tar, _MANIFEST, raw)
@@ -97,20 +122,6 @@ def export_bundle(
     finally:
         temp.unlink(missing_ok=True)
     return Bundle(tuple(chosen), tuple(whole), len(chunks), total)
-
-
-def _name_row(vault: Vault, name: str) -> dict[str, Any]:
-    read_name(vault.catalog, name, vault.sealer)  # it must open, or the export is worth nothing
-    columns = ", ".join(f"n.{c}" for c in (*_COLUMNS, *_BLOBS))
-    row = vault.catalog.read(
-        f"SELECT {columns}, f.fields FROM name AS n JOIN fingerprint AS f ON f.id = n.fingerprint"
-        " WHERE n.name = ?",
-        (name,),
-    )[0]
-    out = dict(zip((*_COLUMNS, *_BLOBS, "fingerprint"), row, strict=True))
-    for blob in _BLOBS:
-        out[blob] = base64.b64encode(out[blob]).decode()
-    return out
 
 
 def _chunks(vault: Vault, tails: Sequence[str]) -> list[dict[str, Any]]:
@@ -159,29 +170,9 @@ def _hash(body: str, sealer: Sealer | None) -> str:
 
 # -------------------------------------------------------------------- import
 
-_STRICT = ConfigDict(strict=True, extra="forbid")
-
-
-class _NameOf(BaseModel):
-    """A row of table `name`, as a manifest has it: base64 for bytes."""
-
-    model_config = _STRICT
-    name: str
-    session: str
-    node: Small
-    tenant: str
-    seed: str = Field(pattern=r"^-?[0-9]{1,40}$")
-    root: Hex
-    chain: Hex | None
-    tokens: Small
-    created_at: float = Field(allow_inf_nan=False)
-    salt: str
-    ids: str
-    fingerprint: str
-
 
 class _ChunkOf(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
     content: Hex
     bytes: Small
     places: list[str]
@@ -189,29 +180,40 @@ class _ChunkOf(BaseModel):
 
 class _Manifest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
-    names: list[_NameOf]
+    names: list[NameOf]
     sessions: list[SessionOf] = []
+    bills: list[BillOf] = []
     chunks: list[_ChunkOf]
 
 
-def import_bundle(vault: Vault, source: Path, progress: Progress | None = None) -> Bundle:
+def import_bundle(
+    vault: Vault,
+    source: Path,
+    progress: Progress | None = None,
+    *,
+    as_session: str | None = None,
+) -> Bundle:
     """Check a whole bundle, then take its chunks, names and sessions in.
 
-    A session is taken in by the owner of the store alone.  Raises StoreError for a file that is no
-    bundle, was changed, was cut off, or holds a name or a session that is taken here for another
-    text; nothing of it is visible then.
+    A session is taken in by the owner of the store alone.  as_session: the id that it gets here, if
+    the bundle holds exactly one; its names then stand for nodes of that.  Raises StoreError for a
+    file that is no bundle, was changed, was cut off, or holds a name or a session that is taken
+    here for another text (nothing of it is visible then), ConfigError for what is no id.
     """
-    manifest = _check(vault, source, progress)
+    if as_session is not None and not text("as_session", as_session):
+        raise ConfigError("as_session='' is no id: leave it away, or give the session one")
+    manifest = _check(vault, source, progress, as_session)
     faults.reach("import.checked")
     pending: list[tuple[Header, bytes]] = []
     size = total = 0
-    for header, data in _members(source, manifest):
-        pending.append((header, data))
-        size, total = size + len(data), total + len(data)
-        if size >= _STAGED:
-            _store(vault, pending)
-            size = 0
-    _store(vault, pending)
+    with vault.pace.beside():
+        for header, data in _members(source, manifest):
+            pending.append((header, data))
+            size, total = size + len(data), total + len(data)
+            if size >= _STAGED:
+                _store(vault, pending)
+                size = 0
+        _store(vault, pending)
     faults.reach("import.stored")
     _enter(vault, manifest)
     faults.reach("import.catalogued")
@@ -239,18 +241,24 @@ def _read(source: Path) -> tuple[dict[str, Any], str, dict[str, Any]]:
             manifest.get("format")
     except OSError as error:
         raise StoreError(f"cannot read {source}: {error}") from error
-    except (tarfile.TarError, ValueError, LookupError, TypeError, AttributeError, EOFError) as e:
+    except _NONSENSE as e:
         raise StoreError(f"{source} is not a bundle of ForkServe, or is cut off: {e}") from None
     return outer, body, manifest
 
 
-def _check(vault: Vault, source: Path, progress: Progress | None) -> dict[str, Any]:
+def _check(
+    vault: Vault, source: Path, progress: Progress | None, as_session: str | None
+) -> dict[str, Any]:
     outer, body, manifest = _read(source)
     if outer.get("hash") != _hash(body, vault.sealer):
         raise StoreError(f"{source}: the manifest was changed, or made with another key")
     if manifest.get("format") not in _FORMATS:
-        raise StoreError(f"{source} has format {manifest.get('format')}; 1 and 2 are known")
+        raise StoreError(
+            f"{source} has format {manifest.get('format')!r}, this version of ForkServe knows 1 to "
+            f"{_FORMATS[-1]}; use the one that made it"
+        )
     manifest.setdefault("sessions", [])
+    manifest.setdefault("bills", [])
     if manifest["sessions"] and vault.catalog.role != "owner":
         raise StoreError(
             f"{source} holds sessions, which only the owner of a store takes in: end the engine "
@@ -259,20 +267,43 @@ def _check(vault: Vault, source: Path, progress: Progress | None) -> dict[str, A
     try:
         json.dumps(manifest, ensure_ascii=False).encode()  # halves of surrogate pairs are no text
         _Manifest.model_validate(manifest)
+        for one in manifest["sessions"]:
+            one.setdefault("decision", [])
+        if as_session is not None:
+            _rename(manifest, source, as_session, vault.sealer)
         for row in manifest["names"]:
-            _check_name(vault, row)
+            check_name(vault, row)
         for one in manifest["sessions"]:
             check_session(vault.catalog, one, vault.sealer)
         if len({one["id"] for one in manifest["sessions"]}) < len(manifest["sessions"]):
             raise StoreError(f"{source} holds a session twice")
-    except ValueError as error:  # of pydantic, and of text that is no base64 or no UTF-8
+        bills = {(bill["tenant"], bill["store"]) for bill in manifest["bills"]}
+        strange = {bill[0] for bill in bills} - {one["tenant"] for one in manifest["sessions"]}
+        if strange or len(bills) < len(manifest["bills"]):
+            raise StoreError(f"{source} has bills of tenants without a session, or two of one")
+    except (ValueError, RecursionError) as error:  # pydantic, base64, UTF-8, lists in lists
         why = str(error).replace("\n", " ")
         raise StoreError(f"{source}: the manifest makes no sense: {why[:300]}") from None
     count = len(manifest["chunks"])
-    for number, _ in enumerate(_members(source, manifest)):
-        if progress is not None:
-            progress(number + 1, count)
+    with vault.pace.beside():
+        for number, _ in enumerate(_members(source, manifest)):
+            if progress is not None:
+                progress(number + 1, count)
     return manifest
+
+
+def _rename(manifest: dict[str, Any], source: Path, to: str, sealer: Sealer | None) -> None:
+    """Give the one session of a manifest another id, and its names as well."""
+    if len(manifest["sessions"]) != 1:
+        raise StoreError(
+            f"{source} holds {len(manifest['sessions'])} sessions, and another id is for exactly "
+            "one: export that one alone"
+        )
+    (one,) = manifest["sessions"]
+    for row in manifest["names"]:
+        if row["session"] == one["id"]:
+            row["session"] = to
+    manifest["sessions"] = [renamed(one, to, sealer)]
 
 
 def _members(source: Path, manifest: dict[str, Any]) -> Iterator[tuple[Header, bytes]]:
@@ -287,6 +318,12 @@ def _members(source: Path, manifest: dict[str, Any]) -> Iterator[tuple[Header, b
                 file = tar.extractfile(info) if info.isreg() else None
                 if chunk is None or info.name != f"{chunk['content']}.kv" or file is None:
                     raise StoreError(f"{source} holds '{info.name}', which its manifest does not")
+                # A sparse member may claim any length: nothing is read that the file cannot hold.
+                if info.issparse() or info.size != chunk["bytes"]:
+                    raise StoreError(
+                        f"{info.name} in {source} has {info.size} bytes, not the {chunk['bytes']} "
+                        "of its manifest"
+                    )
                 data = file.read()
                 header = parse_header(data, len(data))
                 check_payload(header, memoryview(data)[header.length :])
@@ -301,36 +338,6 @@ def _members(source: Path, manifest: dict[str, Any]) -> Iterator[tuple[Header, b
         raise StoreError(f"{source} is cut off: it lacks chunks of its manifest")
 
 
-def _check_name(vault: Vault, row: dict[str, Any]) -> None:
-    """The text of a name must give its chain, and no name may change its meaning here."""
-    require_name(row["name"])
-    parse_fingerprint(row["fingerprint"])
-    if vault.sealer is None:
-        ids, salt = base64.b64decode(row["ids"]), base64.b64decode(row["salt"]).decode()
-        tokens = [int.from_bytes(ids[i : i + 4], "little") for i in range(0, len(ids), 4)]
-        links = [link.id.hex() for link in plan_chain(tokens, salt)]
-        fits = len(tokens) == row["tokens"] and row["root"] == root_id(salt).hex()
-        if not fits or (row["chain"] and row["chain"] not in links):
-            raise StoreError(f"the text of '{row['name']}' does not give its chain")
-    here = vault.catalog.read("SELECT root, tokens FROM name WHERE name = ?", (row["name"],))
-    if here and _text(vault, row["name"]) != _plain(vault, row):
-        raise StoreError(f"the name '{row['name']}' is taken here by another state")
-
-
-def _text(vault: Vault, name: str) -> tuple[str, bytes]:
-    found: NameRecord = read_name(vault.catalog, name, vault.sealer)
-    return found.salt, found.tokens.tobytes()
-
-
-def _plain(vault: Vault, row: dict[str, Any]) -> tuple[str, bytes]:
-    salt, ids = base64.b64decode(row["salt"]), base64.b64decode(row["ids"])
-    if vault.sealer is not None:
-        place = row["name"].encode()
-        salt = vault.sealer.unseal(salt, b"salt" + place)
-        ids = vault.sealer.unseal(ids, b"name" + place)
-    return salt.decode(), ids
-
-
 def _store(vault: Vault, pending: list[tuple[Header, bytes]]) -> None:
     vault.adopt([(header, (data,)) for header, data in pending])
     pending.clear()
@@ -343,14 +350,8 @@ def _enter(vault: Vault, manifest: dict[str, Any]) -> None:
         for one in manifest["sessions"]:
             if check_session(catalog, one, vault.sealer):
                 enter_session(catalog, db, one)
+        enter_bills(catalog, db, manifest["bills"])
         for row in manifest["names"]:
-            made = parse_fingerprint(row["fingerprint"])
-            values = {**row, **{blob: base64.b64decode(row[blob]) for blob in _BLOBS}}
-            which = catalog.fingerprint(db, Fingerprint(made.digest, made.text))
-            columns = (*_COLUMNS, *_BLOBS)
-            db.execute(
-                f"INSERT OR IGNORE INTO name ({', '.join(columns)}, fingerprint)"
-                f" VALUES ({', '.join('?' * (len(columns) + 1))})",
-                (*(values[c] for c in columns), which),
-            )
+            check_name(vault, row)  # another process may have given it meanwhile
+            enter_name(catalog, db, row)
         faults.reach("import.entered")

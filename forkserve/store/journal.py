@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from forkserve.errors import StoreError
 from forkserve.store import faults
+from forkserve.store.bills import CHARGE, Charges
 from forkserve.store.catalog import Catalog
 from forkserve.store.identity import Fingerprint, token_bytes
 from forkserve.store.seal import Sealer
@@ -52,7 +53,8 @@ class TreeJournal:
     """Satisfies `forkserve.control.journal.Journal`.
 
     lock: the engine's; `sync` takes it briefly, and must not be called while it is held.
-    on_failure: told of every write that failed.  meters: what a tenant was billed so far.
+    on_failure: told of every write that failed.  meters: what a tenant was billed so far in this
+    process; the catalog has the sum over all of them, so charges are added there, never replaced.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class TreeJournal:
         self._order = threading.Lock()  # one sync at a time: differences apply in order
         self._sessions: dict[str, Shadow] = {}
         self._over: list[str] = []
+        self._charges = Charges(lambda tenant: meters(tenant).get("charged", 0.0))
         self._dirty: set[str] = set()
         self._wake = threading.Event()
         self._stop = False
@@ -83,6 +86,11 @@ class TreeJournal:
     def opened(self, tree: ContextTree, seed: int, bindings: int = 0, known: bool = False) -> None:
         """A session is there: new, or (known) brought back from the catalog."""
         shadow = Shadow(tree, seed, created=known, bindings=bindings)
+        others = any(one.tree.tenant == tree.tenant for one in self._sessions.values())
+        if known and not others:  # its meter goes on from the catalog's sum
+            self._charges.goes_on(tree.tenant)
+        else:
+            self._charges.look(tree.tenant)
         if known:  # its rows are exactly the tree's
             shadow.head = self._head(shadow)
             shadow.tips = {line: node.id for line, node in tree.tips.items()}
@@ -189,7 +197,9 @@ class TreeJournal:
 
     def closed(self, session: str) -> None:
         """The session is over: gc may take it after its grace, unless it is resumed before."""
-        if self._sessions.pop(session, None) is not None:
+        shadow = self._sessions.pop(session, None)
+        if shadow is not None:
+            self._charges.look(shadow.tree.tenant)  # its meter may end with its last session
             self._over.append(session)
 
     def _note(self, shadow: Shadow, sql: str, row: Row) -> None:
@@ -212,6 +222,10 @@ class TreeJournal:
                 shadow = self._sessions.get(session)
                 self._dirty.discard(session)
                 change = self._difference(shadow) if shadow is not None else Change()
+                owed: dict[str, float] = {}
+                if change.statements or over or self._stop:
+                    owed = self._charges.take()
+            change.add(CHARGE, list(owed.items()))
             if over:
                 now = self._catalog.now()
                 sql = "UPDATE session SET closed_at = ? WHERE id = ?"
@@ -223,6 +237,7 @@ class TreeJournal:
             except (StoreError, sqlite3.Error, OSError) as error:
                 with self._lock:
                     self._over = over + self._over
+                    self._charges.owe(owed)
                 self._on_failure(error)
                 return False
             if shadow is not None:
@@ -297,6 +312,7 @@ class TreeJournal:
         """What has to be written so that the catalog holds this tree; called under the lock."""
         tree, change, now = shadow.tree, Change(head=self._head(shadow)), self._catalog.now()
         name = tree.session
+        self._charges.look(tree.tenant)
         if not shadow.created:
             salt = self._sealed(tree.salt.encode(), b"salt" + name.encode())
             change.add(
@@ -328,7 +344,7 @@ class TreeJournal:
             )
         if change.statements:
             meters = self._meters(tree.tenant).items()
-            rows = [(tree.tenant, key, float(value)) for key, value in meters]
+            rows = [(tree.tenant, k, float(value)) for k, value in meters if k != "charged"]
             change.add("INSERT OR REPLACE INTO meter VALUES (?,?,?)", rows)
         change.notes = len(shadow.notes)
         for sql, row in shadow.notes:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -181,8 +181,9 @@ class Restorer:
             with rests:
                 loaded = self._vault.load(flight.made, flight.found, places)
             if loaded is None and further:
-                self._pools[False, flight.calm].submit(self._read, flight, further, [])
-                return
+                with suppress(RuntimeError):  # closed meanwhile: a miss
+                    self._pools[False, flight.calm].submit(self._read, flight, further, [])
+                    return
         except BaseException as error:
             flight.future.set_exception(error)
         else:

@@ -1,9 +1,9 @@
 """A session as rows of a bundle's manifest, and back into a catalog.
 
-What travels: the committed tree with its text, tips and seed, its commits, and what was learned of
-tools.  What stays: bills, which are the tenant's, and records of decisions, which are about the
-machine that made them.  Blobs are base64; sealed ones stay sealed, since they are bound to the
-session's id, which does not change.
+What travels: the committed tree with its text, tips and seed, its commits, what was learned of
+tools, and the latest records of decisions; beside it what its tenant was charged (`bills`).  Blobs
+are base64.  Sealed ones stay sealed, bound to the session's id; under another one they are sealed
+anew.
 """
 
 from __future__ import annotations
@@ -26,16 +26,25 @@ from forkserve.tree.pool import PagePool
 from forkserve.tree.revive import revive
 from forkserve.tree.tree import ContextTree
 
-__all__ = ["Hex", "SessionOf", "Small", "check_session", "enter_session", "session_rows"]
+__all__ = [
+    "STRICT",
+    "Hex",
+    "SessionOf",
+    "Small",
+    "check_session",
+    "enter_session",
+    "renamed",
+    "session_rows",
+]
 
-_STRICT = ConfigDict(strict=True, extra="forbid")
+STRICT = ConfigDict(strict=True, extra="forbid")
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Small = Annotated[int, Field(ge=0, lt=2**63)]  # what a column of integers can hold
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Node(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
     id: Small
     parent: Small | None
     branch: str
@@ -49,20 +58,20 @@ class _Node(BaseModel):
 
 
 class _Run(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
     node: Small
     start: Small
     ids: str
 
 
 class _Tip(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
     line: Small
     node: Small
 
 
 class _Binding(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
     seq: Small
     node: Small
     winner: Small
@@ -78,23 +87,40 @@ class _Binding(BaseModel):
 
 
 class _ToolTime(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
     tool: str
     ms: _Finite
     at: _Finite
 
 
 class _ToolOutput(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
     tool: str
     ids: str
+    at: _Finite
+
+
+class _Decision(BaseModel):
+    """Times and worths may be infinite: a policy may keep something at any price."""
+
+    model_config = STRICT
+    node: Small | None
+    what: str
+    verdict: str
+    reason: str
+    tokens: Small
+    gain_ms: float | None
+    cost_ms: float | None
+    actual_ms: float | None
+    worth: float | None
+    against: float | None
     at: _Finite
 
 
 class SessionOf(BaseModel):
     """A session in a manifest: its row, and the rows below it by table."""
 
-    model_config = _STRICT
+    model_config = STRICT
     id: str = Field(min_length=1)
     tenant: str
     salt: str
@@ -109,6 +135,7 @@ class SessionOf(BaseModel):
     binding: list[_Binding]
     tool_time: list[_ToolTime]
     tool_output: list[_ToolOutput]
+    decision: list[_Decision] = []  # a bundle of format 2 has none
 
 
 # Table -> (model of a row, what its rows are ordered by).
@@ -119,7 +146,9 @@ _TABLES: dict[str, tuple[type[BaseModel], str]] = {
     "binding": (_Binding, "seq"),
     "tool_time": (_ToolTime, "id"),
     "tool_output": (_ToolOutput, "id"),
+    "decision": (_Decision, "id"),
 }
+_DECISIONS = 10_000  # of one session, the latest
 _HEAD = ("id", "tenant", "salt", "seed", "next_node", "next_line", "created_at")
 _BLOBS = ("salt", "ids")
 
@@ -146,9 +175,11 @@ def session_rows(catalog: Catalog, session: str, sealer: Sealer | None) -> dict[
             out = _plain(dict(zip((*_HEAD, "fingerprint"), head, strict=True)))
             for table, (model, order) in _TABLES.items():
                 names = list(model.model_fields)
+                which = f"{table} WHERE session = ?"
+                if table == "decision":
+                    which = f"(SELECT * FROM {which} ORDER BY id DESC LIMIT {_DECISIONS})"
                 rows = catalog.read(
-                    f"SELECT {', '.join(names)} FROM {table} WHERE session = ? ORDER BY {order}",
-                    (session,),
+                    f"SELECT {', '.join(names)} FROM {which} ORDER BY {order}", (session,)
                 )
                 out[table] = [_plain(dict(zip(names, row, strict=True))) for row in rows]
         finally:
@@ -164,6 +195,23 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------- in
+
+
+def renamed(one: dict[str, Any], to: str, sealer: Sealer | None) -> dict[str, Any]:
+    """The same session under another id.  Raises StoreError when it does not open."""
+    name, out = one["id"], {**one, "id": to}
+    if sealer is None:
+        return out
+
+    def again(row: dict[str, Any], key: str, kind: str, rest: str = "") -> dict[str, Any]:
+        plain = opened(_blob(row, key), f"{kind}{name}{rest}".encode(), sealer)
+        sealed = sealer.seal(plain, f"{kind}{to}{rest}".encode())
+        return {**row, key: base64.b64encode(sealed).decode()}
+
+    out = again(out, "salt", "salt")
+    out["run"] = [again(r, "ids", "run", f"/{r['node']}/{r['start']}") for r in one["run"]]
+    out["tool_output"] = [again(r, "ids", "tool", f"/{r['tool']}") for r in one["tool_output"]]
+    return out
 
 
 def check_session(catalog: Catalog, one: dict[str, Any], sealer: Sealer | None) -> bool:
@@ -188,8 +236,8 @@ def check_session(catalog: Catalog, one: dict[str, Any], sealer: Sealer | None) 
     same = (here.nodes, here.tips, here.salt, str(here.seed)) == (nodes, tips, salt, one["seed"])
     if not same or here.tenant != one["tenant"]:
         raise StoreError(
-            f"the store holds another session '{name}'; import into another store, or close that "
-            "one and collect it (gc)"
+            f"the store holds another session '{name}': take this one in under another id "
+            "(import --as NEWID, as_session=), or close that one and collect it (gc)"
         )
     return False
 
@@ -227,12 +275,29 @@ def _require_chains(
     """The chain of each node must be what the text of its path gives: KV is found by it."""
     tree = ContextTree(one["id"], PagePool(1, 16), tenant=one["tenant"], salt=salt)
     revive(tree, nodes, tips, one["next_node"], one["next_line"], 0.0)
+    _require_lines(one, tree)
     chains = {row["id"]: row["chain"] for row in one["node"]}
     known: dict[int, Kept] = {}
     for node in tree:
         kept = known[node.id] = keep(tree, node, known)
         if chains[node.id] != (kept.links[-1].hex() if kept.links else None):
             raise StoreError(f"the text of node {node.id} of '{one['id']}' does not give its chain")
+
+
+def _require_lines(one: dict[str, Any], tree: ContextTree) -> None:
+    """Each line is one path to its tip, and no line begins later under a number that is in use."""
+    name, most = one["id"], one["next_line"]
+    for line, tip in tree.tips.items():
+        if tip.line != line:
+            raise StoreError(f"node {tip.id} of '{name}', of line {tip.line}, ends line {line}")
+        if any(child.line == line for child in tip.children.values()):
+            raise StoreError(f"line {line} of '{name}' goes on after its tip {tip.id}")
+    for node in tree:
+        lines = [child.line for child in node.children.values()]
+        if len(set(lines)) < len(lines):
+            raise StoreError(f"node {node.id} of '{name}' has two children of one line")
+        if node.line >= most:
+            raise StoreError(f"node {node.id} of '{name}' is of line {node.line} of {most}")
 
 
 def enter_session(catalog: Catalog, db: sqlite3.Connection, one: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def revive(
     for values in nodes:
         parent = made.get(values.parent) if values.parent is not None else None
         known = values.start <= values.known <= values.start + len(values.tokens)
-        fits = parent is None if values.id == 1 else parent is not None
+        fits = values.parent is None if values.id == 1 else parent is not None
         if not fits or (parent is not None and values.start > parent.length) or not known:
             raise NodeError(f"node {values.id} does not fit under node {values.parent}")
         node = Node(

@@ -32,6 +32,7 @@ from .rig import PRINT, chain, rows
 from .test_migrate import old_store
 
 CONFIG = ForkServeConfig(page_size=16, capacity_pages=512)
+MOVED = ("moved", "twin")  # a session of the bundle, and under another id
 TRAVELS = [n * 7 % 251 for n in range(600)]
 
 
@@ -100,10 +101,10 @@ def work(folder: Path, acks: int, seed: int, bundle: Path) -> None:
             eng.close(other.id)
         if turn % 3 == 1:
             with suppress(StoreError):
-                import_bundle(store.vault, bundle)
+                import_bundle(store.vault, bundle, as_session=MOVED[turn > 3])
             with store.catalog.write() as db:
                 db.execute("DELETE FROM name WHERE name = 'travels'")
-                db.execute("DELETE FROM session WHERE id = 'moved'")
+                db.execute("DELETE FROM session WHERE id IN (?, ?)", MOVED)
         eng.observe("a", "tool", ms=1.0, output=[turn, 1, 2], schema_stable=True)
         if turn % 2:
             collect(store.vault, grace_s=-5)
@@ -143,12 +144,12 @@ def check(folder: Path, acked: list[int], writing: bool) -> None:
         if writing:
             eng.store.behind.drain(20)
             assert eng.publish("a").tokens == len(eng.tokens("a")) // 256 * 256
-    if "moved" in eng.stored_sessions():  # whole, or not at all
-        eng.resume("moved")
-        assert eng.tokens("moved") == [*TRAVELS, 1, 2, 3, 4]
-        assert [node.branch for node in eng.tree("moved")][1:] == ["aside", "next"]
-        assert eng.generate("moved", 2) == cold([*TRAVELS, 1, 2, 3, 4], 2)
-        eng.close("moved")
+    for moved in {*MOVED} & {*eng.stored_sessions()}:  # whole, or not at all
+        eng.resume(moved)
+        assert eng.tokens(moved) == [*TRAVELS, 1, 2, 3, 4]
+        assert [node.branch for node in eng.tree(moved)][1:] == ["aside", "next"]
+        assert eng.generate(moved, 2) == cold([*TRAVELS, 1, 2, 3, 4], 2)
+        eng.close(moved)
     if names and writing:
         eng.tokens(eng.restore(str(names[0][0])).id)
     eng.store.behind.drain(20)  # what was on its way when the process was killed arrives

@@ -158,7 +158,9 @@ def test_a_name_that_is_taken_by_another_text_is_refused(tmp_path: Path, bundle:
     eng.open([1, 2, 3], session="x")
     eng.publish("x", name="case-17/trunk")
     assert eng.store is not None
-    with pytest.raises(StoreError, match="taken here"):
+    with pytest.raises(
+        StoreError, match="stands here for another state, node 1 of session 'x': rename"
+    ):
         import_bundle(eng.store.vault, bundle)
     eng.shutdown()
 

@@ -19,6 +19,8 @@ from forkserve.store.rebuild import verify
 from .engines import PROMPT, cold, engine, prefilled, snapshot
 from .test_cli import ask, run
 
+TOLD = ("binding", "tool_time", "tool_output", "decision")
+
 
 def traveller(folder: Path | Store) -> dict[str, Any]:
     """A session with a branch that lives on, commits and what was learned; its snapshot."""
@@ -27,6 +29,7 @@ def traveller(folder: Path | Store) -> dict[str, Any]:
     trunk = h.tip
     eng.observe("a", "bash", ms=120.0)
     eng.observe("a", "json", output=[1, 2, 3], schema_stable=True)
+    eng.speculate("a", eng.fork("a", trunk, "unlikely"), guess=[1], q=0.01)
     other = eng.fork("a", trunk, "other", [7, 1])
     eng.attempt("a", other)
     eng.generate("a", 4, node=other)
@@ -50,7 +53,7 @@ def test_a_session_travels_with_its_tree_its_commits_and_its_rows(tmp_path: Path
     with Store(tmp_path / "from", "shared") as store:
         done = export_bundle(store.vault, tmp_path / "bundle", sessions=["a"])
         assert (done.names, done.sessions, done.chunks) == ((), ("a",), 3)
-        told = {table: rows(store, table) for table in ("binding", "tool_time", "tool_output")}
+        told = {table: rows(store, table) for table in TOLD}
     assert has_sessions(tmp_path / "bundle")
     with Store(tmp_path / "to") as store:
         for _ in range(2):  # a second time changes nothing
@@ -161,6 +164,9 @@ EDITS: dict[str, Edit] = {
     "something more": edit("more", 1),
     "a table less": lambda one: one.pop("tip"),
     "learned nonsense": edit("ids", 5, "tool_output"),
+    "a decision of nobody": edit("node", -1, "decision"),
+    "a decision without a time": edit("at", None, "decision"),
+    "a decision that says more": edit("more", 1, "decision"),
 }
 
 
@@ -219,7 +225,7 @@ def test_an_older_reader_would_refuse_a_bundle_with_sessions(
     members: list[tuple[str, bytes]],
 ) -> None:
     """It would leave the sessions out without a word."""
-    assert json.loads(json.loads(members[0][1])["manifest"])["format"] == 2
+    assert json.loads(json.loads(members[0][1])["manifest"])["format"] == 3
 
 
 def test_a_sealed_session_travels_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
