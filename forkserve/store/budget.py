@@ -210,5 +210,6 @@ class Budget:
         faults.reach("evict.deleted")
         if gone:
             detail = {"chunks": len(gone), "bytes": freed, "moved": moved}
+            vault.catalog.count(f"evicted_bytes/{self.place}/budget", freed)
             vault.catalog.event("evicted", place=self.place, reason="budget", **detail)
         return Evicted(len(gone), freed, moved)

@@ -19,9 +19,16 @@ from typing import Any, Literal, NamedTuple
 
 from forkserve.errors import StoreError
 from forkserve.store import owner, schema
+from forkserve.store.broken import advice
 from forkserve.store.chunks import LOSSY, Header
 from forkserve.store.identity import Fingerprint, Link
-from forkserve.store.statements import add_count, add_event, file_identity, require_equal
+from forkserve.store.statements import (
+    add_count,
+    add_event,
+    file_identity,
+    latest_time,
+    require_equal,
+)
 
 __all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Found", "Role", "doomed"]
 
@@ -47,6 +54,7 @@ class Found(NamedTuple):
 
 
 INTENT = 1e18  # `due_at` of an outbox row that stands for a copy under way, not for a queued one
+_BACK_S = 1.0  # s that the clock may go back without a word: it is kept right by small steps
 CLAIM_S = 120.0  # s that a process may take to copy one chunk
 
 
@@ -101,6 +109,7 @@ class Catalog:
         self._db = schema.connect(folder, read_only=role == "reader", full_sync=full_sync)
         self._file = file_identity(folder / schema.FILE)
         self._pid = os.getpid()
+        self._latest = latest_time(self._db)  # wall clock, as of the last write
         self._prints: dict[bytes, int] = {}
         if role == "owner":
             try:
@@ -164,6 +173,7 @@ class Catalog:
             try:
                 if owned and self.own is not None:
                     owner.check(self._db, self.own)
+                self._watch_clock()
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException as error:
@@ -178,6 +188,13 @@ class Catalog:
                     raise StoreError(f"{error.object!r} is no text: {error}") from None
                 raise
 
+    def _watch_clock(self) -> None:
+        """Write down, in the open transaction, that the clock was set back since the last one."""
+        now, before = self.now(), self._latest
+        self._latest = now
+        if now < before - _BACK_S:
+            add_event(self._db, now, "clock", {"back_s": round(before - now, 3), "from": before})
+
     def read(
         self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()
     ) -> list[tuple[Any, ...]]:
@@ -187,7 +204,7 @@ class Catalog:
             try:
                 return self._db.execute(sql, values).fetchall()
             except sqlite3.Error as error:
-                raise CatalogFault(f"the catalog cannot be read: {error}") from error
+                raise CatalogFault(f"the catalog cannot be read: {error}{advice(error)}") from error
             except UnicodeEncodeError as error:
                 raise StoreError(f"{error.object!r} is no text: {error}") from None
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from forkserve.errors import StoreError
+from forkserve.store.broken import ADVICE
 from forkserve.store.chunks import ChunkFault, Header, check_payload, parse_header
 from forkserve.store.depots import Depot, SharedDepot
 from forkserve.store.pace import breathe
@@ -193,6 +194,7 @@ def integrity(vault: Vault) -> list[str]:
     """Faults of the database itself, and of what its rows promise each other."""
     read = vault.catalog.read
     found = [str(row[0]) for row in read("PRAGMA integrity_check(20)") if row[0] != "ok"]
+    found += [ADVICE] * bool(found)
     found += [
         f"foreign key of table {row[0]}, row {row[1]}" for row in read("PRAGMA foreign_key_check")
     ]

@@ -161,6 +161,11 @@ class Store:
             raise
         self._closed = False
 
+    @property
+    def near(self) -> str:
+        """The place that chunks are written to first."""
+        return next(iter(self.vault.depots))
+
     def _divided(self, place: Depot) -> Depot:
         """A further place as this store sees it, where the place can be divided between stores."""
         store = self.catalog.setting("store")

@@ -1,8 +1,8 @@
 """Chunks as files in a directory: ``aa/<64 hex digits>.kv``.
 
 A file is written in the folder ``tmp`` under a name that says who writes it, synced, renamed, and
-its directory is synced.  One durable step serves a whole publish: all files are written before the first is synced,
-so the device works on them at once, and each directory is synced once.
+its directory is synced.  One durable step serves a whole publish: all files are written before the
+first is synced, so the device works on them at once, and each directory is synced once.
 """
 
 from __future__ import annotations
@@ -162,14 +162,17 @@ class LocalDepot:
         self.aside.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             os.replace(self._path(key), self.aside / f"{key}.{reason}.{time.time_ns():020}")
-        self.drop_aside(ASIDE_BYTES, ASIDE_FILES)
+        self.drop_aside(ASIDE_BYTES)
 
-    def drop_aside(self, most_bytes: int, most_files: int = ASIDE_FILES) -> int:
-        """Delete the oldest damaged files until no more than that is left; returns bytes freed."""
+    def drop_aside(self, most_bytes: int) -> int:
+        """Delete the oldest damaged files until no more than that (and 64) are left.
+
+        Returns the bytes that this has freed.
+        """
         found = sorted(_files(self.aside), key=lambda pair: pair[0].name.rpartition(".")[2])
         left, freed = sum(used for _, used in found), 0
         for number, (path, used) in enumerate(found):
-            if left <= most_bytes and len(found) - number <= most_files:
+            if left <= most_bytes and len(found) - number <= ASIDE_FILES:
                 break
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
