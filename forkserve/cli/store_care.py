@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -193,20 +194,21 @@ def _rebuild(at: Where, take: tuple[str, ...], store_id: str | None) -> None:
     from forkserve.store import Store, admin
     from forkserve.store.rebuild import rebuild
 
-    if not (at.folder / "chunks").is_dir() and at.far is None:
+    lost = (at.folder / "chunks").is_dir()  # a store whose database is gone
+    if not lost and at.far is None:
         raise StoreError(
             f"{at.folder} has no folder 'chunks', and no --far URL was given: there is nothing to "
             "rebuild from"
         )
-    if store_id is not None:
-        at.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        admin.take_id(at.folder, store_id)
     far = [at.far] if at.far is not None else []
-    with (
-        Store(at.folder, "shared", encrypt=at.key, far=far) as store,
-        at.progress("rebuild") as show,
-    ):
-        report = rebuild(store.vault, show, take)
+    with nullcontext() if lost else admin.making_room(at.folder):
+        if store_id is not None:
+            admin.take_id(at.folder, store_id)
+        with (
+            Store(at.folder, "shared", encrypt=at.key, far=far) as store,
+            at.progress("rebuild") as show,
+        ):
+            report = rebuild(store.vault, show, take)
     found = {"files": report.checked, "adopted": report.adopted, "struck": report.dangling}
     found |= {"damaged": len(report.faults), "copied": report.copied}
     text = ", ".join(f"{v} {k}" for k, v in found.items())

@@ -89,6 +89,7 @@ def take_id(folder: Path, store: str) -> None:
     """
     if not is_store_id(store):
         raise StoreError(f"'{store}' is no id of a store: 32 hex digits, as its folder is called")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with closing(Catalog(folder)) as catalog, catalog.write() as db:
         tables = ("part", "session", "name")
         if any(db.execute(f"SELECT 1 FROM {table}").fetchone() for table in tables):
