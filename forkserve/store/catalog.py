@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from forkserve.errors import StoreError
 from forkserve.store import owner, schema
-from forkserve.store.broken import advice
+from forkserve.store.broken import advice, cannot_open
 from forkserve.store.chunks import LOSSY, Header
 from forkserve.store.identity import Fingerprint, Link
 from forkserve.store.statements import (
@@ -109,8 +109,12 @@ class Catalog:
         self._db = schema.connect(folder, read_only=role == "reader", full_sync=full_sync)
         self._file = file_identity(folder / schema.FILE)
         self._pid = os.getpid()
-        self._latest = latest_time(self._db)  # wall clock, as of the last write
         self._prints: dict[bytes, int] = {}
+        try:
+            self._latest = latest_time(self._db)  # wall clock, as of the last write
+        except sqlite3.Error as error:
+            self._db.close()
+            raise cannot_open(folder / schema.FILE, error) from error
         if role == "owner":
             try:
                 with self.write() as db:

@@ -54,7 +54,7 @@ def test_commands_print_what_they_always_have(folder: Path) -> None:
     rows = catalog.read("SELECT content FROM part JOIN chunk ON chunk.id = chunk ORDER BY start")
     catalog.close()
     said = ""
-    for line in GOLDEN.read_text().splitlines():
+    for line in GOLDEN.read_text(encoding="utf-8").splitlines():
         if line.startswith("$ "):
             command = shlex.split(line[2:].replace("TMP", str(folder.parent)))
             assert command[0] == "store"
@@ -62,11 +62,15 @@ def test_commands_print_what_they_always_have(folder: Path) -> None:
             said += f"{line}\n{done.output}" + f"exit code {done.exit_code}\n" * bool(
                 done.exit_code
             )
-    assert plain(said, folder, [row[0] for row in rows]) == GOLDEN.read_text()
+    assert plain(said, folder, [row[0] for row in rows]) == GOLDEN.read_text(encoding="utf-8")
 
 
 def test_the_golden_session_uses_every_command() -> None:
-    used = set(re.findall(r"^\$ store (?:--far \S+ )?(\w+)", GOLDEN.read_text(), re.MULTILINE))
+    used = set(
+        re.findall(
+            r"^\$ store (?:--far \S+ )?(\w+)", GOLDEN.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
     assert used == set(group.commands)
 
 
