@@ -22,13 +22,8 @@ from forkserve.store import owner, schema
 from forkserve.store.broken import advice, cannot_open
 from forkserve.store.chunks import LOSSY, Header
 from forkserve.store.identity import Fingerprint, Link
-from forkserve.store.statements import (
-    add_count,
-    add_event,
-    file_identity,
-    latest_time,
-    require_equal,
-)
+from forkserve.store.setback import Setback
+from forkserve.store.statements import add_count, add_event, file_identity, require_equal
 
 __all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Found", "Role", "doomed"]
 
@@ -54,7 +49,6 @@ class Found(NamedTuple):
 
 
 INTENT = 1e18  # `due_at` of an outbox row that stands for a copy under way, not for a queued one
-_BACK_S = 1.0  # s that the clock may go back without a word: it is kept right by small steps
 CLAIM_S = 120.0  # s that a process may take to copy one chunk
 
 
@@ -111,7 +105,7 @@ class Catalog:
         self._pid = os.getpid()
         self._prints: dict[bytes, int] = {}
         try:
-            self._latest = latest_time(self._db)  # wall clock, as of the last write
+            self._clock = Setback(self._db)
         except sqlite3.Error as error:
             self._db.close()
             raise cannot_open(folder / schema.FILE, error) from error
@@ -177,7 +171,7 @@ class Catalog:
             try:
                 if owned and self.own is not None:
                     owner.check(self._db, self.own)
-                self._watch_clock()
+                self._clock.look(self._db, self.now())
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException as error:
@@ -191,13 +185,6 @@ class Catalog:
                 if isinstance(error, UnicodeEncodeError):
                     raise StoreError(f"{error.object!r} is no text: {error}") from None
                 raise
-
-    def _watch_clock(self) -> None:
-        """Write down, in the open transaction, that the clock was set back since the last one."""
-        now, before = self.now(), self._latest
-        self._latest = now
-        if now < before - _BACK_S:
-            add_event(self._db, now, "clock", {"back_s": round(before - now, 3), "from": before})
 
     def read(
         self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()

@@ -18,7 +18,6 @@ __all__ = [
     "add_count",
     "add_event",
     "file_identity",
-    "latest_time",
     "require_equal",
 ]
 
@@ -59,18 +58,3 @@ def add_event(db: sqlite3.Connection, at: float, kind: str, detail: Mapping[str,
 def add_count(db: sqlite3.Connection, name: str, by: float) -> None:
     """Add to a total inside a transaction."""
     db.execute(ADD_COUNT, (name, by))
-
-
-def latest_time(db: sqlite3.Connection) -> float:
-    """The latest time that a catalog knows of; after a clock that went back, what it has said then.
-
-    Wall clock in seconds; 0 for an empty catalog.
-    """
-    event = db.execute("SELECT kind, at FROM event ORDER BY id DESC LIMIT 1").fetchone()
-    if event is not None and event[0] == "clock":
-        return float(event[1])
-    (rest,) = db.execute(
-        "SELECT max(coalesce((SELECT max(updated_at) FROM session), 0),"
-        " coalesce((SELECT created_at FROM chunk ORDER BY id DESC LIMIT 1), 0))"
-    ).fetchone()
-    return max(float(rest), float(event[1]) if event is not None else 0.0)
