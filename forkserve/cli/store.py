@@ -16,7 +16,6 @@ import click
 from forkserve.cli import store_care
 from forkserve.cli.store_base import Amount, Group, Where, argument, pass_where
 from forkserve.cli.store_text import short, size, table, when
-from forkserve.errors import StoreError
 
 __all__ = ["group"]
 
@@ -62,7 +61,10 @@ def _ls(at: Where) -> None:
     from forkserve.store import admin
 
     with at.open() as store:
-        found = {"sessions": admin.sessions(store.catalog), "names": admin.names(store.catalog)}
+        found = {
+            "sessions": admin.sessions(store.catalog),
+            "names": admin.names(store.catalog, store.near),
+        }
     first = table(
         found["sessions"],
         {
@@ -91,11 +93,13 @@ def _show(at: Where, what: str) -> None:
     """Show the chunks behind a NAME, a SESSION, a chain id, or of one FILE.kv."""
     from forkserve.store import admin
 
-    with at.open() as store:
-        found = admin.describe(store, what)
-    if "chunks" not in found:
+    path = Path(what)
+    if path.suffix == ".kv" and path.is_file():
+        found = admin.describe_file(path)
         at.say(found, "\n".join(f"{k:12} {v}" for k, v in found.items()))
         return
+    with at.open() as store:
+        found = admin.describe(store, what)
     columns: dict[str, Callable[[Any], str]] = {"chain": short, "start": str, "tokens": str}
     columns |= {"format": str, "bytes": size, "places": str, "uses": str, "content": short}
     at.say(found, table(found["chunks"], columns, "no chunk of it is stored"))
@@ -115,8 +119,12 @@ def _lookup(ctx: click.Context, tokens: str, salt: str) -> None:
     at: Where = ctx.obj
     try:
         ids = json.loads(Path(tokens[1:]).read_text() if tokens[0] == "@" else f"[{tokens}]")
-        ids = [int(i) for i in ids]
-    except (ValueError, TypeError, IndexError) as error:
+        if not isinstance(ids, list):
+            raise ValueError("it holds no list")
+        wrong = [i for i in ids if type(i) is not int or not 0 <= i < 2**31]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is no token id")
+    except (ValueError, IndexError) as error:
         raise click.BadParameter(f"not a list of token ids: {error}") from None
     with at.open() as store:
         found = admin.find_prefix(store, ids, salt)
@@ -163,21 +171,28 @@ def _du(at: Where) -> None:
 
     with at.open() as store:
         found = admin.disk_usage(store)
-    lines = [
-        f"{place:10} {size(row['used']):>10} in {row['files']} files"
-        f"  ({size(row['listed'])} in {row['parts']} parts are listed)"
-        if row["used"] is not None
-        else f"{place:10} {size(row['listed']):>10} in {row['parts']} parts are listed there"
-        for place, row in found["places"].items()
-    ]
-    lines += [
-        f"{row['waiting']} chunks have no receipt of {place} yet"
-        for place, row in found["places"].items()
-        if row.get("waiting")
-    ]
-    lines.append(f"{'catalog':10} {size(found['catalog']):>10}")
-    lines.append(f"{'quarantine':10} {size(found['quarantine']):>10} in {found['bad_files']} files")
-    at.say(found, "\n".join(lines))
+    at.say(found, table(_du_rows(found), {"": str, "bytes": size, "what": str}, ""))
+
+
+def _du_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    rows: list[tuple[str, int, str]] = []
+    for place, row in found["places"].items():
+        listed = f"{size(row['listed'])} in {row['parts']} parts are listed"
+        if row["used"] is None:
+            rows.append((place, row["listed"], f"{listed}; not looked at"))
+        else:
+            rows.append((place, row["used"], f"{row['files']} files; {listed}"))
+        if row.get("leftovers"):
+            what = f"{row['leftovers']} files that were not finished"
+            rows.append((place, row["leftover_bytes"], what))
+        if row.get("aside"):
+            rows.append((place, row["aside_bytes"], f"{row['aside']} damaged files in quarantine"))
+        if row.get("outside"):
+            rows.append((place, 0, f"{row['outside']} files outside of this store's folder"))
+        if row.get("waiting"):
+            rows.append((place, 0, f"{row['waiting']} chunks have no receipt yet"))
+    rows.append(("catalog", found["catalog"], f"database of store {found['store']}"))
+    return [dict(zip(("", "bytes", "what"), row, strict=True)) for row in rows]
 
 
 @group.command("sql")
@@ -226,25 +241,6 @@ def _verify(ctx: click.Context) -> None:
         ctx.exit(1)
 
 
-@group.command("rebuild")
-@pass_where
-def _rebuild(at: Where) -> None:
-    """Make the catalog's list of chunks again from the files alone.
-
-    Sessions and names are only in the database: a lost one takes them with it.
-    """
-    from forkserve.store import Store
-    from forkserve.store.rebuild import rebuild
-
-    if not (at.folder / "chunks").is_dir():
-        raise StoreError(f"{at.folder} has no folder 'chunks': there is nothing to rebuild from")
-    with Store(at.folder, "shared", encrypt=at.key) as store, at.progress("rebuild") as show:
-        report = rebuild(store.vault, show)
-    found = {"files": report.checked, "adopted": report.adopted, "struck": report.dangling}
-    found["damaged"] = len(report.faults)
-    at.say(found, ", ".join(f"{v} {k}" for k, v in found.items()))
-
-
 @group.command("gc")
 @click.option(
     "--grace", type=Amount(min=0), default=86400.0, show_default=True, help="s that garbage stays."
@@ -269,7 +265,7 @@ def _gc(at: Where, grace: float, dry_run: bool) -> None:
 
 @group.command("pin")
 @argument("what", "A name, a session or a chain id.")
-@click.option("--ttl", type=Amount(min=0), help="s until it ends.  [default: never]")
+@click.option("--ttl", type=Amount(min=0, min_open=True), help="s until it ends.  [default: never]")
 @click.option("--owner", default="cli", show_default=True, help="Who pins.")
 @pass_where
 def _pin(at: Where, what: str, ttl: float | None, owner: str) -> None:
@@ -277,8 +273,9 @@ def _pin(at: Where, what: str, ttl: float | None, owner: str) -> None:
     from forkserve.store import admin
 
     with at.open(write=True) as store:
-        chain = admin.pin(store.catalog, what, owner, ttl)
-    at.say({"chain": chain, "owner": owner, "ttl": ttl}, f"pinned {chain[:16]}")
+        done = admin.pin(store.catalog, what, owner, ttl)
+    until = "for good" if done["until"] is None else f"until {when(done['until'])}"
+    at.say({**done, "owner": owner}, f"pinned {done['chain'][:16]} {until}")
 
 
 @group.command("unpin")
@@ -331,8 +328,12 @@ def _export(at: Where, file: Path, what: tuple[str, ...], sessions: tuple[str, .
 
     with at.open(write=True) as store, at.progress("export") as show:
         names, more = admin.sort_out(store.catalog, what)
-        done = export_bundle(store.vault, file, names, [*more, *sessions], show)
+        more += sessions
+        done = export_bundle(store.vault, file, names, more, show)
+        left = admin.lossy_only(store.catalog, names, more)
     _say_bundle(at, done, "exported")
+    if left:
+        click.echo(f"{left} chunks are stored in a lossy format alone and were left out", err=True)
 
 
 @group.command("import")
@@ -348,11 +349,15 @@ def _import(at: Where, file: Path, as_session: str | None) -> None:
 
     Sessions are taken in while no engine owns the store.
     """
-    from forkserve.store import Store
+    from forkserve.store import Store, admin
     from forkserve.store.bundle import has_sessions, import_bundle
 
     role: Any = "owner" if has_sessions(file) else "shared"
-    with Store(at.folder, role, encrypt=at.key) as store, at.progress("import") as show:
+    with (
+        admin.making_room(at.folder),
+        Store(at.folder, role, encrypt=at.key) as store,
+        at.progress("import") as show,
+    ):
         done = import_bundle(store.vault, file, show, as_session=as_session)
     _say_bundle(at, done, "imported")
 

@@ -1,8 +1,9 @@
-"""Commands that keep a store well: scrub, stats, doctor, decisions, migrate, push."""
+"""Commands that keep a store well: rebuild, scrub, stats, doctor, decisions, migrate, push."""
 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -173,8 +174,51 @@ def _decisions(ctx: click.Context, session: str | None, limit: int) -> None:
         ctx.exit(1)
 
 
+@click.command("rebuild")
+@click.option(
+    "--from",
+    "take",
+    multiple=True,
+    metavar="ID",
+    help="Copy in what another store has in the further place; all: what every one has.",
+)
+@click.option("--as", "store_id", metavar="ID", help="The id that the lost database had.")
+@pass_where
+def _rebuild(at: Where, take: tuple[str, ...], store_id: str | None) -> None:
+    """Make the catalog's list of chunks again from the files alone, and those of --far.
+
+    Sessions and names are only in the database: a lost one takes them with it.  In a further place
+    each store has a folder that is called as its id (`du` shows it); --as makes a new store the
+    owner of an old folder.
+    """
+    from forkserve.store import Store, admin
+    from forkserve.store.rebuild import rebuild
+
+    lost = (at.folder / "chunks").is_dir()  # a store whose database is gone
+    if not lost and at.far is None:
+        raise StoreError(
+            f"{at.folder} has no folder 'chunks', and no --far URL was given: there is nothing to "
+            "rebuild from"
+        )
+    far = [at.far] if at.far is not None else []
+    with nullcontext() if lost else admin.making_room(at.folder):
+        if store_id is not None:
+            admin.take_id(at.folder, store_id)
+        with (
+            Store(at.folder, "shared", encrypt=at.key, far=far) as store,
+            at.progress("rebuild") as show,
+        ):
+            report = rebuild(store.vault, show, take)
+    found = {"files": report.checked, "adopted": report.adopted, "struck": report.dangling}
+    found |= {"damaged": len(report.faults), "copied": report.copied}
+    text = ", ".join(f"{v} {k}" for k, v in found.items())
+    if report.others and not take:
+        text += f"\nother stores have folders there (--from): {', '.join(report.others)}"
+    at.say({**found, "others": report.others}, text)
+
+
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-COMMANDS = (_scrub, _stats, _doctor, _decisions, _migrate, _push)
+COMMANDS = (_rebuild, _scrub, _stats, _doctor, _decisions, _migrate, _push)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from forkserve.errors import StoreError
 from forkserve.store.catalog import Catalog
-from forkserve.store.chunks import parse_header
+from forkserve.store.chunks import LOSSY, parse_header
+from forkserve.store.depots.shared import is_store_id, local_part
 from forkserve.store.identity import parse_fingerprint, plan_chain
 from forkserve.store.schema import FILE
 from forkserve.store.store import Store
 
 __all__ = [
     "describe",
+    "describe_file",
     "disk_usage",
     "find_prefix",
+    "lossy_only",
+    "making_room",
     "names",
     "open_store",
     "pin",
@@ -27,6 +33,7 @@ __all__ = [
     "resolve",
     "sessions",
     "sort_out",
+    "take_id",
     "tree_rows",
     "unpin",
 ]
@@ -51,6 +58,48 @@ def open_store(
     return Store(folder, "shared" if write else "reader", encrypt=key, far=places)
 
 
+@contextmanager
+def making_room(folder: Path) -> Iterator[None]:
+    """For a command that makes a store if there is none: an error leaves the directory as it was.
+
+    Raises StoreError for a directory that holds other things.
+    """
+    there = set(folder.iterdir()) if folder.is_dir() else None
+    if there and not (folder / FILE).exists():
+        raise StoreError(
+            f"{folder} holds other things and no {FILE}: give the store a directory of its own"
+        )
+    try:
+        yield
+    except BaseException:
+        if not there:
+            for path in folder.glob(FILE + "*"):
+                path.unlink()
+            with suppress(OSError):  # they hold something by now: that stays
+                (folder / "chunks").rmdir()
+                if there is None:
+                    folder.rmdir()
+        raise
+
+
+def take_id(folder: Path, store: str) -> None:
+    """Give a store that holds nothing yet the id of one whose database was lost.
+
+    Its folder in further places is this one's again.  Raises StoreError: no id, or not empty.
+    """
+    if not is_store_id(store):
+        raise StoreError(f"'{store}' is no id of a store: 32 hex digits, as its folder is called")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with closing(Catalog(folder)) as catalog, catalog.write() as db:
+        tables = ("part", "session", "name")
+        if any(db.execute(f"SELECT 1 FROM {table}").fetchone() for table in tables):
+            raise StoreError(
+                f"{folder} is a store with an id of its own; only one without chunks, sessions and "
+                "names can take the id of another"
+            )
+        db.execute("UPDATE meta SET value = ? WHERE key = 'store'", (store,))
+
+
 def sessions(catalog: Catalog) -> list[dict[str, Any]]:
     """Sessions, the latest first."""
     keys = ("session", "tenant", "nodes", "lines", "tokens", "updated_at", "closed_at")
@@ -64,9 +113,9 @@ def sessions(catalog: Catalog) -> list[dict[str, Any]]:
     return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
-def names(catalog: Catalog) -> list[dict[str, Any]]:
-    """Named states by name.  stored: tokens whose KV is there; far: those with a receipt of a
-    further place."""
+def names(catalog: Catalog, near: str = "disk") -> list[dict[str, Any]]:
+    """Named states by name.  stored: tokens whose KV is there; far: those with a receipt of
+    another place than `near`."""
     keys = ("name", "session", "node", "tenant", "tokens", "chain", "created_at", "stored", "far")
     rows = catalog.read(
         "SELECT n.name, n.session, n.node, n.tenant, n.tokens, n.chain, n.created_at,"
@@ -75,8 +124,9 @@ def names(catalog: Catalog) -> list[dict[str, Any]]:
         " UNION SELECT c.parent FROM path JOIN chunk AS c ON c.chain = path.chain)"
         " SELECT coalesce(sum(c.tokens), 0) FROM path JOIN chunk AS c USING (chain)"
         " WHERE c.fingerprint = n.fingerprint AND EXISTS (SELECT 1 FROM part AS p JOIN replica AS r"
-        " USING (content) WHERE p.chunk = c.id AND r.place != 'disk'))"
-        " FROM name AS n ORDER BY n.name"
+        " USING (content) WHERE p.chunk = c.id AND r.place != ?))"
+        " FROM name AS n ORDER BY n.name",
+        (near,),
     )
     return [dict(zip(keys, row, strict=True)) for row in rows]
 
@@ -132,23 +182,25 @@ def sort_out(catalog: Catalog, what: Sequence[str]) -> tuple[list[str], list[str
     return names, sessions
 
 
+def describe_file(path: Path) -> dict[str, Any]:
+    """What a chunk file says of itself, without a store.  Raises ChunkFault, OSError."""
+    data = path.read_bytes()
+    header = parse_header(data, len(data))
+    return {
+        "content": header.content,
+        "chain": header.chain.hex(),
+        "parent": header.parent.hex(),
+        "start": header.start,
+        "tokens": header.count,
+        "format": header.format,
+        "bytes": header.file_bytes,
+        "sealed": header.sealed,
+        "fingerprint": parse_fingerprint(header.meta).fields,
+    }
+
+
 def describe(store: Store, what: str) -> dict[str, Any]:
-    """All about a name, a session, a chain id or a chunk file.  Raises StoreError, OSError."""
-    path = Path(what)
-    if path.suffix == ".kv" and path.is_file():
-        data = path.read_bytes()
-        header = parse_header(data, len(data))
-        return {
-            "content": header.content,
-            "chain": header.chain.hex(),
-            "parent": header.parent.hex(),
-            "start": header.start,
-            "tokens": header.count,
-            "format": header.format,
-            "bytes": header.file_bytes,
-            "sealed": header.sealed,
-            "fingerprint": parse_fingerprint(header.meta).fields,
-        }
+    """The chunks behind a name, a session or a chain id.  Raises StoreError."""
     chain = resolve(store.catalog, what)
     keys = ("chain", "parent", "start", "tokens", "uses", "format", "content", "bytes", "places")
     rows = store.catalog.read(
@@ -187,13 +239,48 @@ def find_prefix(store: Store, tokens: Sequence[int], salt: str) -> list[dict[str
     return out
 
 
-def pin(catalog: Catalog, what: str, owner: str, ttl_s: float | None) -> str:
-    """Keep a chain from gc and eviction, for `ttl_s` seconds or for good; returns its id."""
+def pin(catalog: Catalog, what: str, owner: str, ttl_s: float | None) -> dict[str, Any]:
+    """Keep a chain from gc and eviction, for `ttl_s` seconds or for good; returns chain and end.
+
+    A pin that lasts longer stays as it is.  Raises StoreError: nothing to pin, no time, or a pin
+    for good where a time was asked for.
+    """
+    if ttl_s is not None and not 0 < ttl_s < 1e10:
+        raise StoreError(f"a pin for {ttl_s} s makes no sense; leave the time out for good")
     chain = resolve(catalog, what)
-    until = None if ttl_s is None else time.time() + ttl_s
+    until = None if ttl_s is None else catalog.now() + ttl_s
     with catalog.write() as db:
+        row = db.execute(
+            "SELECT until FROM pin WHERE chain = ? AND owner = ?", (chain, owner)
+        ).fetchone()
+        if row is not None and until is not None:
+            if row[0] is None:
+                raise StoreError(
+                    f"'{what}' is pinned for good by '{owner}': unpin it first, or pin it as "
+                    "another owner"
+                )
+            until = max(until, float(row[0]))
         db.execute("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", (chain, owner, until))
-    return chain
+    return {"chain": chain, "until": until}
+
+
+def lossy_only(catalog: Catalog, names: Sequence[str], sessions: Sequence[str]) -> int:
+    """Chunks of these states (of all names if none is given) that an export leaves out.
+
+    They are stored in a lossy format alone, and a bundle holds exact rows.
+    """
+    every = not names and not sessions
+    (count,) = catalog.read(
+        "WITH RECURSIVE kept (chain) AS (SELECT chain FROM name WHERE ?1 OR name IN"
+        " (SELECT value FROM json_each(?2)) UNION SELECT chain FROM node WHERE session IN"
+        " (SELECT value FROM json_each(?3))"
+        " UNION SELECT c.parent FROM kept JOIN chunk AS c ON c.chain = kept.chain)"
+        " SELECT count(*) FROM chunk AS c WHERE c.chain IN (SELECT chain FROM kept) AND NOT EXISTS"
+        " (SELECT 1 FROM part AS p WHERE p.chunk = c.id AND p.format NOT IN"
+        " (SELECT value FROM json_each(?4)))",
+        (every, json.dumps(list(names)), json.dumps(list(sessions)), json.dumps(sorted(LOSSY))),
+    )[0]
+    return int(count)
 
 
 def unpin(catalog: Catalog, what: str, owner: str) -> int:
@@ -204,24 +291,30 @@ def unpin(catalog: Catalog, what: str, owner: str) -> int:
 
 
 def disk_usage(store: Store) -> dict[str, Any]:
-    """Bytes by place as the catalog counts them, and as the places themselves do."""
+    """Bytes by place as the catalog counts them, and as the places themselves do.
+
+    leftovers: files that writers have not finished.  aside: damaged ones.  outside: objects that
+    can be read and are not this store's to delete.
+    """
     usage = store.catalog.usage()
     places: dict[str, dict[str, int | None]] = {}
     for place, depot in store.vault.depots.items():
-        used = files = 0
+        used = files = outside = 0
         for stat in depot.entries():
-            used, files = used + stat.used, files + 1
+            outside += not stat.own
+            used, files = used + stat.used * stat.own, files + stat.own
         listed, parts = usage.get(place, (0, 0))
-        places[place] = {"listed": listed, "parts": parts, "used": used, "files": files}
+        row = places[place] = {"listed": listed, "parts": parts, "used": used, "files": files}
+        row["outside"] = outside
+        if (local := local_part(depot)) is not None:
+            row |= asdict(local.waste())
     for place, (listed, parts) in usage.items():  # not looked at: without --far
         places.setdefault(place, {"listed": listed, "parts": parts, "used": None, "files": None})
     for place, waiting in store.catalog.read("SELECT place, count(*) FROM outbox GROUP BY place"):
         places.setdefault(place, {"listed": 0, "parts": 0, "used": None, "files": None})
         places[place]["waiting"] = waiting
-    aside = store.folder / "quarantine"
-    bad = [p.stat().st_size for p in aside.iterdir()] if aside.is_dir() else []
     base = [p.stat().st_size for p in store.folder.glob(FILE + "*")]
-    return {"places": places, "catalog": sum(base), "quarantine": sum(bad), "bad_files": len(bad)}
+    return {"store": store.catalog.setting("store"), "places": places, "catalog": sum(base)}
 
 
 def query(folder: Path, sql: str) -> list[dict[str, Any]]:

@@ -17,6 +17,8 @@ from forkserve.errors import StoreError
 from forkserve.store import faults
 from forkserve.store.chunks import ChunkFault
 from forkserve.store.collect import delete_unnamed
+from forkserve.store.depots.local import Waste
+from forkserve.store.depots.shared import local_part
 from forkserve.store.lease import tidy
 from forkserve.store.pace import restful
 from forkserve.store.policies import Held, Policy
@@ -67,7 +69,8 @@ class _Part:
 
 
 class Budget:
-    """At most `limit` bytes in one place, files that no row names included.
+    """At most `limit` bytes in one place: files that no row names, unfinished and damaged ones
+    included.
 
     low: share of the limit that an eviction goes down to, so that it is not needed for every write.
     recompute_ms(tokens, start): what computing a chunk again would take.
@@ -100,6 +103,9 @@ class Budget:
         CatalogFault.
         """
         over = self.used() + size - self.limit
+        if over > 0 and (local := local_part(self._vault.depots[self.place])) is not None:
+            # What is damaged is kept to be looked at, not at the price of what is sound.
+            over -= local.drop_aside(max(local.waste().aside_bytes - over, 0))
         if over <= 0:
             return Evicted(0, 0, 0)
         if size > self.limit:
@@ -117,12 +123,15 @@ class Budget:
         return done
 
     def used(self) -> int:
-        """Bytes in the place, files that no row names included."""
+        """Bytes in the place, files that no row names, unfinished and damaged ones included."""
+        depot = self._vault.depots[self.place]
         listed = self._vault.catalog.usage().get(self.place, (0, 0))[0]
         if self._unlisted is None:
-            there = sum(stat.used for stat in self._vault.depots[self.place].entries())
+            there = sum(stat.used for stat in depot.entries() if stat.own)
             self._unlisted = max(there - listed, 0)
-        return listed + self._unlisted
+        local = local_part(depot)
+        waste = local.waste() if local is not None else Waste()
+        return listed + self._unlisted + waste.leftover_bytes + waste.aside_bytes
 
     def recount(self) -> None:
         """Forget what was counted on the disk; the next write counts again (gc has run)."""
@@ -201,5 +210,6 @@ class Budget:
         faults.reach("evict.deleted")
         if gone:
             detail = {"chunks": len(gone), "bytes": freed, "moved": moved}
+            vault.catalog.count(f"evicted_bytes/{self.place}/budget", freed)
             vault.catalog.event("evicted", place=self.place, reason="budget", **detail)
         return Evicted(len(gone), freed, moved)

@@ -19,9 +19,11 @@ from typing import Any, Literal
 
 from forkserve.errors import StoreError
 from forkserve.store import owner, schema
+from forkserve.store.broken import advice, cannot_open
 from forkserve.store.chunks import Header
 from forkserve.store.identity import Fingerprint, Link
 from forkserve.store.lookups import LOOKUP, Found, choose, fitting
+from forkserve.store.setback import Setback
 from forkserve.store.statements import add_count, add_event, file_identity, require_equal
 
 __all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Role", "doomed"]
@@ -75,6 +77,11 @@ class Catalog:
         self._file = file_identity(folder / schema.FILE)
         self._pid = os.getpid()
         self._prints: dict[bytes, int] = {}
+        try:
+            self._clock = Setback(self._db)
+        except sqlite3.Error as error:
+            self._db.close()
+            raise cannot_open(folder / schema.FILE, error) from error
         if role == "owner":
             try:
                 with self.write() as db:
@@ -137,6 +144,7 @@ class Catalog:
             try:
                 if owned and self.own is not None:
                     owner.check(self._db, self.own)
+                self._clock.look(self._db, self.now())
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException as error:
@@ -160,7 +168,7 @@ class Catalog:
             try:
                 return self._db.execute(sql, values).fetchall()
             except sqlite3.Error as error:
-                raise CatalogFault(f"the catalog cannot be read: {error}") from error
+                raise CatalogFault(f"the catalog cannot be read: {error}{advice(error)}") from error
             except UnicodeEncodeError as error:
                 raise StoreError(f"{error.object!r} is no text: {error}") from None
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forkserve.store import owner
+from forkserve.store.depots.shared import local_part
 from forkserve.store.lease import TTL_S
 from forkserve.store.rebuild import integrity
 from forkserve.store.schema import VERSION
@@ -46,10 +47,11 @@ def checkup(store: Store) -> list[Check]:
                 (place,),
             )
         )
-        there = {stat.key: stat.bytes for stat in depot.entries()}
+        stats = {stat.key: stat for stat in depot.entries()}
+        there = {key: stat.bytes for key, stat in stats.items()}
         missing = rows.keys() - there.keys()
         wrong = sum(there[key] != rows[key] for key in rows.keys() & there.keys())
-        orphans = len(there.keys() - rows.keys())
+        orphans = sum(stat.own for key, stat in stats.items() if key not in rows)
         found = f"{len(rows)} chunks, {len(missing)} missing, {wrong} of a wrong length"
         found += f", {orphans} files that nothing names (gc takes them)" * bool(orphans)
         out.append(Check(f"files in {place}", not missing and not wrong, found))
@@ -73,9 +75,11 @@ def checkup(store: Store) -> list[Check]:
     )[0]
     found = f"{late} chunks wait for more than an hour (up to {tries} tries)" if late else "in time"
     out.append(Check("write-behind", not late, found))
-    aside = store.folder / "quarantine"
-    bad = len(list(aside.iterdir())) if aside.is_dir() else 0
-    out.append(Check("quarantine", True, f"{bad} files; delete them when nobody needs them"))
+    wastes = [local.waste() for d in store.vault.depots.values() if (local := local_part(d))]
+    bad, half = sum(w.aside for w in wastes), sum(w.leftovers for w in wastes)
+    found = f"{bad} files; delete them when nobody needs them"
+    out.append(Check("quarantine", True, found))
+    out.append(Check("unfinished files", True, f"{half}; those of the dead go at the next opening"))
     return out
 
 

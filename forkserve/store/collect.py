@@ -17,6 +17,7 @@ from forkserve.store import faults
 from forkserve.store.catalog import doomed
 from forkserve.store.lease import hold, let_go, tidy
 from forkserve.store.pace import breathe, paced, restful
+from forkserve.store.statements import add_count
 from forkserve.store.vault import Vault
 
 __all__ = ["GRACE_S", "Swept", "collect", "delete_unnamed", "reachable"]
@@ -112,6 +113,7 @@ def _collect(
         with catalog.write() as db:
             db.execute(f"DELETE FROM pin WHERE {expired}", (_now(vault),))
             db.execute(f"DELETE FROM session WHERE {ended}", (limit,))
+            db.execute("DELETE FROM decision WHERE session NOT IN (SELECT id FROM session)")
             # Marked again inside the transaction: a name may have come since.
             db.execute(
                 _KEPT + "DELETE FROM replica WHERE content IN (SELECT p.content FROM part AS p"
@@ -119,6 +121,10 @@ def _collect(
                 " AND c.chain NOT IN (SELECT chain FROM kept))",
                 (_now(vault), limit),
             )
+            for place in vault.depots:
+                freed = sum(used for _, where, used in dead if where == place)
+                if freed:
+                    add_count(db, f"evicted_bytes/{place}/gc", freed)
     faults.reach("gc.unlisted")
     gone = {row[0] for row in dead}
     for place, depot in vault.depots.items():
@@ -127,7 +133,7 @@ def _collect(
         files = [
             stat.key
             for stat in restful(depot.entries())
-            if stat.key in gone or (stat.key not in named and stat.at <= limit)
+            if stat.own and (stat.key in gone or (stat.key not in named and stat.at <= limit))
         ]
         swept.orphans += sum(key not in gone for key in files)
         if not dry_run:

@@ -23,6 +23,7 @@ from forkserve.store.catalog import Catalog
 from forkserve.store.identity import Fingerprint, token_bytes
 from forkserve.store.seal import Sealer
 from forkserve.store.shadow import Change, Row, Shadow, keep, row_of
+from forkserve.store.statements import ADD_COUNT, CAP_DECISIONS
 from forkserve.tree import ContextTree, Node, committed
 
 __all__ = ["TreeJournal"]
@@ -160,6 +161,9 @@ class TreeJournal:
         """Note that committed rows left their pages."""
         if committed(node):
             self.decided(tree.session, node.id, "evict", "dropped", reason, rows)
+            shadow = self._sessions.get(tree.session)
+            if shadow is not None:
+                self._note(shadow, ADD_COUNT, (f"evicted_tokens/device/{reason}", rows))
 
     def speculated(self, session: str, answers: dict[int, Any]) -> None:
         """Note what the planner decided, with its reasons."""
@@ -349,6 +353,8 @@ class TreeJournal:
         change.notes = len(shadow.notes)
         for sql, row in shadow.notes:
             change.add(sql, [row])
+        if change.notes:
+            change.add(CAP_DECISIONS, [()])
         return change
 
     def _compare(self, shadow: Shadow, node: Node, change: Change) -> None:

@@ -22,6 +22,8 @@ _FAMILIES = {
     "published_chunks": ("counter", "Chunks written"),
     "moved_bytes": ("counter", "Bytes of rows copied from device pages to memory"),
     "evicted_bytes": ("counter", "Bytes that left a tier, by tier and reason"),
+    "evicted_tokens": ("counter", "Rows that left a tier, by tier and reason"),
+    "unusable": ("counter", "Chunks that failed their verification or were gone, by tier and why"),
     "dropped": ("counter", "Requests that a full queue refused, by queue"),
     "failures": ("counter", "Failures that nobody waited for, by error"),
     "ms": ("counter", "Milliseconds spent, by work"),
@@ -90,7 +92,12 @@ def _samples(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Labels, float]]:
     for queue, count in metrics["queued"].items():
         yield "queued", (("queue", queue),), count
     for name, count in metrics["totals"].items():
-        yield "total", (("name", name),), count
+        family, _, rest = name.partition("/")
+        if rest and family in _FAMILIES:  # "evicted_bytes/disk/budget": totals by tier and reason
+            tier, _, reason = rest.rpartition("/")
+            yield family, (("reason", reason), ("tier", tier)), count
+        else:
+            yield "total", (("name", name),), count
 
 
 def _escaped(text: str) -> str:

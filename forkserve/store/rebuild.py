@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from forkserve.store.chunks import HEAD, ChunkFault, Header, parse_header
-from forkserve.store.depots.protocol import Depot
+from forkserve.errors import StoreError
+from forkserve.store.broken import ADVICE
+from forkserve.store.chunks import HEAD, ChunkFault, Header, check_payload, parse_header
+from forkserve.store.depots import Depot, SharedDepot
 from forkserve.store.pace import breathe
 from forkserve.store.vault import Vault
 
@@ -17,11 +19,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Report:
-    """What a check found.  faults: (place, content, kind).  orphans: files that no row names."""
+    """What a check found.
+
+    faults: (place, content, kind).  orphans: files that no row names.  copied: objects that
+    `rebuild` copied into this store's folder.  others: ids of stores with a folder beside it.
+    """
 
     checked: int = 0
     bytes: int = 0
     adopted: int = 0
+    copied: int = 0
+    others: list[str] = field(default_factory=list)
     faults: list[tuple[str, str, str]] = field(default_factory=list)
     orphans: int = 0
     dangling: int = 0  # rows without a file
@@ -32,36 +40,82 @@ class Report:
         return not self.faults and not self.dangling and not self.problems
 
 
-def rebuild(vault: Vault, progress: Progress | None = None) -> Report:
+def rebuild(vault: Vault, progress: Progress | None = None, take: Sequence[str] = ()) -> Report:
     """Enter every sound file into the catalog, and strike rows whose file has gone.
 
-    Only headers are read; payloads are verified when they are first used, as always.  Raises
+    Only headers are read; payloads are verified when they are first used, as always.
+    take: ids of other stores, or "all", whose objects in a further place are copied into this
+    store's folder there, verified, and entered as well.  What rows name outside of that folder is
+    copied in any case.  Raises StoreError (unknown id, no place that is shared, a full budget),
     OSError, CatalogFault.
     """
     report = Report()
+    shared = [d for d in vault.depots.values() if isinstance(d, SharedDepot)]
+    if take and not shared:
+        raise StoreError("there is no further place that stores share; give one (--far URL)")
     with vault.pace.beside():
+        for depot in shared:
+            report.others += depot.stores()
+            _copy_in(vault, depot, take, report)
         _adopt_files(vault, report, progress)
     return report
 
 
+def _copy_in(vault: Vault, depot: SharedDepot, take: Sequence[str], report: Report) -> None:
+    """Bring objects of others into the store's own folder, where nobody else deletes them."""
+    rows = vault.catalog.read("SELECT content FROM replica WHERE place = ?", (depot.place,))
+    named = {str(content) for (content,) in rows}
+    wanted: list[tuple[Depot, set[str] | None]] = [(depot.whole, named)]
+    wanted += [(source, None) for source in depot.sources(take)]
+    for source, only in wanted:
+        for stat in source.entries():
+            if (only is None or stat.key in only) and depot.own.stat(stat.key) is None:
+                _copy(vault, depot, source, stat.key, report)
+
+
+def _copy(vault: Vault, depot: SharedDepot, source: Depot, key: str, report: Report) -> None:
+    breathe()
+    try:
+        blob = source.open(key)
+    except FileNotFoundError:
+        return  # its store has deleted it
+    try:
+        data = blob.data
+        header = parse_header(data, len(data))
+        check_payload(header, data[header.length :])
+        if header.content != key:
+            raise ChunkFault("name", "the object has another name than its content")
+        room = vault.rooms.get(depot.place)
+        if room is not None:
+            room(len(data))
+        depot.own.put([(key, [data])])
+        report.copied += 1
+    except ChunkFault as fault:  # not ours to set aside
+        report.faults.append((depot.place, key, fault.kind))
+    finally:
+        blob.close()
+
+
 def _adopt_files(vault: Vault, report: Report, progress: Progress | None) -> None:
     for place, depot in vault.depots.items():
-        stats = {stat.key: stat for stat in depot.entries()}
+        rows = vault.catalog.read("SELECT content FROM replica WHERE place = ?", (place,))
+        named = {content for (content,) in rows}
+        # What lies outside of the store's folder counts if a row names it (its copy was damaged).
+        stats = {s.key: s for s in depot.entries() if s.own or s.key in named}
         batch: list[tuple[Header, int]] = []
         lost: set[str] = set()
         for number, (key, stat) in enumerate(stats.items()):
             header = _header(depot, key, report)
             if header is not None:
                 batch.append((header, stat.used))
-            elif depot.stat(key) is None:
+            elif (found := depot.stat(key)) is None or not found.own:
                 lost.add(key)
             if len(batch) >= 256:
                 _adopt(vault, place, batch, report)
             if progress is not None:
                 progress(number + 1, len(stats))
         _adopt(vault, place, batch, report)
-        rows = vault.catalog.read("SELECT content FROM replica WHERE place = ?", (place,))
-        gone = [content for (content,) in rows if content not in stats or content in lost]
+        gone = [content for content in named if content not in stats or content in lost]
         vault.catalog.forget(place, gone)
         report.dangling += len(gone)
 
@@ -132,13 +186,14 @@ def _hash_all(vault: Vault, report: Report, progress: Progress | None) -> None:
             if progress is not None:
                 progress(number + 1, len(rows))
         named = {content for content, _ in rows}
-        report.orphans += sum(stat.key not in named for stat in depot.entries())
+        report.orphans += sum(stat.own and stat.key not in named for stat in depot.entries())
 
 
 def integrity(vault: Vault) -> list[str]:
     """Faults of the database itself, and of what its rows promise each other."""
     read = vault.catalog.read
     found = [str(row[0]) for row in read("PRAGMA integrity_check(20)") if row[0] != "ok"]
+    found += [ADVICE] * bool(found)
     found += [
         f"foreign key of table {row[0]}, row {row[1]}" for row in read("PRAGMA foreign_key_check")
     ]

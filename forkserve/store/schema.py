@@ -13,9 +13,17 @@ from pathlib import Path
 
 from forkserve.errors import StoreError
 from forkserve.store import faults
+from forkserve.store.broken import cannot_open
 from forkserve.store.migrations import V2, V3, V4, V5
 
-__all__ = ["APPLICATION_ID", "FILE", "VERSION", "connect", "migrate", "version_of"]
+__all__ = [
+    "APPLICATION_ID",
+    "FILE",
+    "VERSION",
+    "connect",
+    "migrate",
+    "version_of",
+]
 
 FILE = "catalog.db"
 APPLICATION_ID = 0x464B5631  # "FKV1"
@@ -279,7 +287,7 @@ def connect(
         if db is not None:
             db.close()
         if isinstance(error, (sqlite3.Error, OSError)):
-            raise StoreError(f"cannot open the catalog {path}: {error}") from error
+            raise cannot_open(path, error) from error
         raise
 
 
@@ -289,7 +297,7 @@ def version_of(folder: Path) -> int:
     try:
         return _version(db)
     except sqlite3.Error as error:
-        raise StoreError(f"cannot open the catalog {folder / FILE}: {error}") from error
+        raise cannot_open(folder / FILE, error) from error
     finally:
         db.close()
 
@@ -316,7 +324,7 @@ def _reader(path: Path) -> sqlite3.Connection:
         except sqlite3.Error as error:
             db.close()
             fault = error
-    raise StoreError(f"cannot open the catalog {path} for reading: {fault}")
+    raise cannot_open(path, fault)
 
 
 def migrate(db: sqlite3.Connection) -> None:

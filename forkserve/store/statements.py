@@ -12,7 +12,21 @@ from typing import Any
 from forkserve.errors import StoreError
 from forkserve.store.identity import Fingerprint
 
-__all__ = ["add_count", "add_event", "file_identity", "require_equal"]
+__all__ = [
+    "ADD_COUNT",
+    "CAP_DECISIONS",
+    "add_count",
+    "add_event",
+    "file_identity",
+    "require_equal",
+]
+
+ADD_COUNT = (
+    "INSERT INTO counter VALUES (?, ?)"
+    " ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"
+)
+# The latest 100,000 stay: some 10 MB.  Those of a session go with it (`collect`).
+CAP_DECISIONS = "DELETE FROM decision WHERE id <= (SELECT max(id) FROM decision) - 100000"
 
 
 def require_equal(made: Fingerprint, fields: str) -> None:
@@ -43,8 +57,4 @@ def add_event(db: sqlite3.Connection, at: float, kind: str, detail: Mapping[str,
 
 def add_count(db: sqlite3.Connection, name: str, by: float) -> None:
     """Add to a total inside a transaction."""
-    db.execute(
-        "INSERT INTO counter VALUES (?, ?)"
-        " ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
-        (name, by),
-    )
+    db.execute(ADD_COUNT, (name, by))

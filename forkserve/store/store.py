@@ -15,7 +15,8 @@ from forkserve.store.behind import WriteBehind
 from forkserve.store.budget import Budget
 from forkserve.store.catalog import Catalog, Role
 from forkserve.store.chunks import LOSSY
-from forkserve.store.depots import Depot, LocalDepot, depot_at
+from forkserve.store.depots import Depot, LocalDepot, SharedDepot, depot_at
+from forkserve.store.depots.shared import Foldered, local_part
 from forkserve.store.host import HostMemory
 from forkserve.store.identity import Fingerprint, fingerprint, lossy_of, weights_id
 from forkserve.store.journal import TreeJournal
@@ -44,7 +45,8 @@ class Store:
     sealed on disk.
     full_sync: sync the catalog at every transaction, so that a power cut loses nothing either.
     far: more places to read from and to copy to, nearest first: an `S3Depot`, or a URL for
-    `forkserve.store.depots.depot_at`.  Each needs a name (`place`) of its own.
+    `forkserve.store.depots.depot_at`.  Each needs a name (`place`) of its own.  Stores may share
+    one: each has a folder there (`SharedDepot`); a `Depot` of your own belongs to one store.
     restore: "auto" brings rows back when that is predicted to be faster than computing them.
     queue: publishes that may wait.  force: take the store from an owner that cannot be checked.
     policy: what is stored without being asked and what goes first (`forkserve.store.policies`);
@@ -126,13 +128,16 @@ class Store:
             if role != "reader":
                 self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             places = [depot_at(one) if isinstance(one, str) else one for one in far]
-            near = disk or LocalDepot(self.folder / "chunks", create=role != "reader")
+            near = disk or LocalDepot(self.folder / "chunks", create=False)
             _distinct([near, *places])
         except OSError as error:
             raise StoreError(f"cannot use {self.folder} as a store: {error}") from error
         self.catalog = Catalog(self.folder, role, full_sync=full_sync, force=force)
         self.pace = Pace()
         try:
+            places = [self._divided(place) for place in places]
+            if role != "reader":
+                _prepare([near, *places], disk is None)
             self.vault = Vault(
                 self.catalog,
                 [near, *places],
@@ -165,6 +170,16 @@ class Store:
             self.catalog.close()
             raise
         self._closed = False
+
+    @property
+    def near(self) -> str:
+        """The place that chunks are written to first."""
+        return next(iter(self.vault.depots))
+
+    def _divided(self, place: Depot) -> Depot:
+        """A further place as this store sees it, where the place can be divided between stores."""
+        store = self.catalog.setting("store")
+        return SharedDepot(place, store) if store and isinstance(place, Foldered) else place
 
     def identify(
         self, identity: Callable[[Callable[[Sequence[Path]], str]], Mapping[str, Any]]
@@ -275,6 +290,25 @@ class Store:
 def _known(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is not known; {', '.join(choices)} are")
+
+
+def _prepare(places: Sequence[Depot], ours: bool) -> None:
+    """Make the folder of the first place, if it is `ours`, and clear up after writers that died.
+
+    Called when the directory is known to hold our catalog, so that a refused one is not touched.
+    """
+    for number, place in enumerate(places):
+        local = local_part(place)
+        if local is None:
+            continue
+        try:
+            if ours and number == 0:
+                local.folder.mkdir(mode=0o700, exist_ok=True)
+            local.tidy()
+        except OSError as error:
+            if number == 0:
+                raise StoreError(f"cannot write to {local.folder}: {error}") from error
+            # A further place that is away now is asked again when it is needed.
 
 
 def _distinct(places: Sequence[Depot]) -> None:

@@ -364,6 +364,7 @@ class Vault:
         except StoreError as error:  # it is a miss every time, until the catalog can be written
             _log.warning("the catalog still lists chunk %s: %s", content[:16], error)
         self.catalog.event("quarantine", place=depot.place, content=content, why=kind)
+        self.catalog.count(f"unusable/{depot.place}/{kind}")
 
 
 def _blocks(size: int) -> int:

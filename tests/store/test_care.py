@@ -254,7 +254,7 @@ def test_push_brings_everything_to_a_further_place(folder: Path, tmp_path: Path)
         "used": None,
         "files": None,
     }
-    assert "listed there" in run(folder, "du").output
+    assert "not looked at" in run(folder, "du").output
     assert ask(folder, "ls")["names"][0]["far"] == 512
     assert ask(folder, "show", "case-17")["chunks"][0]["places"] == "disk,far"
     assert "say where to" in run(folder, "push", code=2).output
@@ -263,7 +263,10 @@ def test_push_brings_everything_to_a_further_place(folder: Path, tmp_path: Path)
 
 
 def test_places_by_url(tmp_path: Path) -> None:
-    assert depot_at(f"file://{tmp_path}/a%20b").place == "far"
+    far = depot_at(f"file://{tmp_path}/a%20b")
+    assert far.place == "far"
+    assert not (tmp_path / "a b").exists(), "made when something is written"
+    far.put([("a" * 64, [b"bytes"])])
     assert (tmp_path / "a b").is_dir()
     with pytest.raises(ConfigError):
         depot_at("")

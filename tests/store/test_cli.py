@@ -80,7 +80,7 @@ def test_verify_finds_damage_once(folder: Path) -> None:
     found = ask(folder, "verify", code=1)
     assert [d["why"] for d in found["damaged"]] == ["payload"]
     assert ask(folder, "verify")["clean"] is True
-    assert ask(folder, "du")["bad_files"] == 1
+    assert ask(folder, "du")["places"]["disk"]["aside"] == 1
 
 
 def test_pins_names_and_garbage(folder: Path) -> None:
@@ -95,7 +95,6 @@ def test_pins_names_and_garbage(folder: Path) -> None:
         db.execute("UPDATE session SET closed_at = 1")
     db.close()
     assert ask(folder, "gc", "--grace", 0)["chunks"] == 0, "a pin keeps them"
-    assert ask(folder, "unpin", "agent", code=2) if False else True
     chain = ask(folder, "sql", "SELECT chain FROM pin")[0]["chain"]
     assert ask(folder, "unpin", chain)["removed"] == 1
     assert ask(folder, "gc", "--grace", 0, "--dry-run")["chunks"] == 2
@@ -117,7 +116,8 @@ def test_rebuild_and_du(folder: Path) -> None:
     for path in folder.glob("catalog.db*"):
         path.unlink()
     assert "forkserve store rebuild" in run(folder, "ls", code=2).output
-    assert ask(folder, "rebuild") == {"files": 2, "adopted": 2, "struck": 0, "damaged": 0}
+    found = ask(folder, "rebuild")
+    assert {k: v for k, v in found.items() if v} == {"files": 2, "adopted": 2}
     assert ask(folder, "du")["places"]["disk"] == before
     assert "disk" in run(folder, "du").output
 

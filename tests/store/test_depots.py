@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from forkserve.store import faults
-from forkserve.store.depots import Depot, FaultyDepot, LocalDepot, MemoryDepot
+from forkserve.store.depots import Depot, FaultyDepot, LocalDepot, MemoryDepot, local
+from forkserve.store.depots.local import Waste
 
 from .conftest import MANY
 
@@ -183,19 +184,64 @@ LocalDepot({str(tmp_path / "chunks")!r}).put([("a" * 64, [b"x" * 9999]), ("b" * 
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".kv"]
 
 
+def ended(depot: LocalDepot) -> Path:
+    """A file that a process had begun to write when it ended."""
+    code = f"""
+import os
+from forkserve.store import faults
+from forkserve.store.depots import LocalDepot
+faults.hook = lambda point: os._exit(0) if point == "chunk.written" else None
+LocalDepot({str(depot.folder)!r}).put([({C!r}, [b"half"])])
+"""
+    before = set(depot.folder.rglob(".tmp-*"))
+    subprocess.run([sys.executable, "-c", code], check=True)
+    (path,) = set(depot.folder.rglob(".tmp-*")) - before
+    return path
+
+
 def test_leftovers_of_the_living_and_the_young_stay(tmp_path: Path) -> None:
     depot = LocalDepot(tmp_path / "chunks")
     depot.put([(A, [b"a"])])
-    home = tmp_path / "chunks" / "aa"
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    (home / f".tmp-{dead.pid}-1").write_bytes(b"half")
-    (home / f".tmp-{os.getpid()}-1").write_bytes(b"half")
+    dead = ended(depot)
+    mine = depot._temp(A)
+    mine.write_bytes(b"half")
+    older = tmp_path / "chunks" / "aa" / ".tmp-1-1"  # as an older version wrote it
+    older.write_bytes(b"half")
     assert depot.sweep(3600) == 0
     assert depot.sweep(0) == 1
+    assert not dead.exists()
     old = time.time() - 100_000
-    os.utime(home / f".tmp-{os.getpid()}-1", (old, old))
-    assert depot.sweep(0) == 1
+    os.utime(mine, (old, old))
+    os.utime(older, (old, old))
+    assert depot.sweep(0) == 2
+
+
+def test_what_is_unfinished_or_damaged_is_counted(tmp_path: Path) -> None:
+    depot = LocalDepot(tmp_path / "chunks")
+    depot.put([(A, [b"a"]), (B, [b"b"])])
+    assert depot.waste() == Waste()
+    ended(depot)
+    depot._temp(A).write_bytes(b"half")
+    depot.quarantine(B, "payload")
+    found = depot.waste()
+    assert (found.leftovers, found.aside) == (2, 1)
+    assert found.leftover_bytes > 0
+    assert found.aside_bytes > 0
+    assert depot.tidy() == 1, "only that of the process that has ended"
+    assert depot.waste().leftovers == 1
+
+
+def test_the_oldest_of_too_many_damaged_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depot = LocalDepot(tmp_path / "chunks")
+    monkeypatch.setattr(local, "ASIDE_FILES", 2)
+    for key in (A, B, C):
+        depot.put([(key, [b"x" * 100])])
+        depot.quarantine(key, "payload")
+    assert sorted(p.name[0] for p in depot.aside.iterdir()) == ["b", "c"]
+    assert depot.drop_aside(depot.waste().aside_bytes // 2) > 0
+    assert [p.name[0] for p in depot.aside.iterdir()] == ["c"]
 
 
 # -------------------------------------------------------------------- faults

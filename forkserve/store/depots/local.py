@@ -1,29 +1,34 @@
 """Chunks as files in a directory: ``aa/<64 hex digits>.kv``.
 
-A file is written under a temporary name in its own directory, synced, renamed, and the directory is
-synced.  One durable step serves a whole publish: all files are written before the first is synced,
-so the device works on them at once, and each directory is synced once.
+A file is written in the folder ``tmp`` under a name that says who writes it, synced, renamed, and
+its directory is synced.  One durable step serves a whole publish: all files are written before the
+first is synced, so the device works on them at once, and each directory is synced once.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from forkserve.store import faults
+from forkserve.store import faults, owner
 from forkserve.store.chunks import Buffer
 from forkserve.store.depots.protocol import Stat
 from forkserve.store.pace import breathe, paced, pieces
 
-__all__ = ["LocalDepot"]
+__all__ = ["LocalDepot", "Waste"]
 
 _SUFFIX = ".kv"
 _TEMP = ".tmp-"
-_ABANDONED_S = 86400.0  # after which a living process of that number is another one
+_TEMPS = "tmp"
+_ABANDONED_S = 86400.0  # s after which a writer that cannot be checked from here has ended
+ASIDE_FILES = 64  # damaged files that are kept to be looked at
+ASIDE_BYTES = 1 << 30
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # fewer page faults when everything is read at once
 
 
@@ -43,12 +48,34 @@ class _Mapped:
             self._area.close()
 
 
-class LocalDepot:
-    """Files below `folder`, which is made if it is missing.  Raises OSError if it cannot be."""
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """Files that are no chunks, and their bytes: unfinished ones of writers, and damaged ones."""
 
-    def __init__(self, folder: str | Path, *, place: str = "disk", create: bool = True) -> None:
+    leftovers: int = 0
+    leftover_bytes: int = 0
+    aside: int = 0
+    aside_bytes: int = 0
+
+
+class LocalDepot:
+    """Files below `folder`, which is made if it is missing.  Raises OSError if it cannot be.
+
+    aside: where damaged files are put, by default ``quarantine`` beside the folder; the latest 64
+    of at most 1 GiB stay there.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        place: str = "disk",
+        create: bool = True,
+        aside: Path | None = None,
+    ) -> None:
         self.folder = Path(folder).absolute()  # the process may change its directory
         self.place = place
+        self.aside = aside or self.folder.parent / "quarantine"
         if create:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -65,10 +92,11 @@ class LocalDepot:
                 if self._size(path) == size:
                     continue
                 if not path.parent.is_dir():
-                    self.folder.mkdir(mode=0o700, exist_ok=True)  # somebody may have removed it
+                    # Somebody may have removed it; a folder below a further place is made here.
+                    self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                     path.parent.mkdir(mode=0o700, exist_ok=True)
                     homes[self.folder] = None
-                temp = path.parent / f"{_TEMP}{os.getpid()}-{time.monotonic_ns()}-{key[:16]}"
+                temp = self._temp(key)
                 pending.append((temp, path, os.open(temp, os.O_WRONLY | os.O_CREAT, 0o600)))
                 _write(pending[-1][2], parts)
             faults.reach("chunk.written")
@@ -130,11 +158,45 @@ class LocalDepot:
                 os.unlink(self._path(key))
 
     def quarantine(self, key: str, reason: str) -> None:
-        """Move a file to ``quarantine/<key>.<reason>``."""
-        aside = self.folder.parent / "quarantine"
-        aside.mkdir(mode=0o700, exist_ok=True)
+        """Move a file aside as ``<key>.<reason>.<time>``; the oldest there go when it is many."""
+        self.aside.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            os.replace(self._path(key), aside / f"{key}.{reason}.{time.time_ns()}")
+            os.replace(self._path(key), self.aside / f"{key}.{reason}.{time.time_ns():020}")
+        self.drop_aside(ASIDE_BYTES)
+
+    def drop_aside(self, most_bytes: int) -> int:
+        """Delete the oldest damaged files until no more than that (and 64) are left.
+
+        Returns the bytes that this has freed.
+        """
+        found = sorted(_files(self.aside), key=lambda pair: pair[0].name.rpartition(".")[2])
+        left, freed = sum(used for _, used in found), 0
+        for number, (path, used) in enumerate(found):
+            if left <= most_bytes and len(found) - number <= ASIDE_FILES:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            left, freed = left - used, freed + used
+        return freed
+
+    def waste(self) -> Waste:
+        """What takes room and is no chunk.  Raises OSError."""
+        temps, aside = _files(self.folder / _TEMPS), _files(self.aside)
+        sizes = (sum(used for _, used in temps), sum(used for _, used in aside))
+        return Waste(len(temps), sizes[0], len(aside), sizes[1])
+
+    def below(self, folder: str) -> LocalDepot:
+        """The folder of that name, with what is damaged inside it."""
+        path = self.folder / folder
+        return LocalDepot(path, place=self.place, create=False, aside=path / "quarantine")
+
+    def folders(self) -> list[str]:
+        """Names of folders that hold no chunks of this depot itself."""
+        try:
+            inside = list(self.folder.iterdir())
+        except FileNotFoundError:
+            return []
+        return [p.name for p in inside if len(p.name) != 2 and p.name != _TEMPS and p.is_dir()]
 
     def entries(self) -> Iterator[Stat]:
         """Every chunk file."""
@@ -147,18 +209,28 @@ class LocalDepot:
                             yield _stat(key, entry.stat())
 
     def sweep(self, older_than_s: float) -> int:
-        """Remove temporary files that nobody has touched for `older_than_s` seconds.
+        """Remove unfinished files that nobody has touched for `older_than_s` seconds.
 
-        One whose writer still lives stays for a day: it is being written.
+        One whose writer may live stays for a day: it is being written.
         """
         gone, now = 0, time.time()
-        for home in self._homes():
+        for home in (self.folder / _TEMPS, *self._homes()):  # an older version wrote beside them
             for path in home.glob(f"{_TEMP}*"):
                 with contextlib.suppress(FileNotFoundError):
                     age = now - path.stat().st_mtime
-                    if age >= older_than_s and (age > _ABANDONED_S or not _writing(path.name)):
+                    if age >= older_than_s and (age > _ABANDONED_S or _writer_died(path.name)):
                         path.unlink()
                         gone += 1
+        return gone
+
+    def tidy(self) -> int:
+        """Remove unfinished files of writers that have died; reads one small folder only."""
+        gone = 0
+        for path, _ in _files(self.folder / _TEMPS):
+            if _writer_died(path.name):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    gone += 1
         return gone
 
     def close(self) -> None:
@@ -175,6 +247,16 @@ class LocalDepot:
             raise ValueError(f"{key!r} is no content id")
         return self.folder / key[:2] / f"{key}{_SUFFIX}"
 
+    def _temp(self, key: str) -> Path:
+        """Where a file is written; its name says by whom, so that leftovers of the dead are known.
+
+        Raises OSError when the folder cannot be made.
+        """
+        home = self.folder / _TEMPS
+        home.mkdir(mode=0o700, exist_ok=True)
+        mark = base64.urlsafe_b64encode(owner.who().encode()).decode().rstrip("=")
+        return home / f"{_TEMP}{mark}.{time.monotonic_ns()}-{key[:16]}"
+
     @staticmethod
     def _size(path: Path) -> int:
         try:
@@ -183,15 +265,28 @@ class LocalDepot:
             return -1
 
 
-def _writing(name: str) -> bool:
-    """True if the process that a temporary file is named after is alive."""
+def _writer_died(name: str) -> bool:
+    """True if the process that an unfinished file is named after has certainly ended."""
+    text = name.removeprefix(_TEMP).partition(".")[0]
     try:
-        os.kill(int(name.removeprefix(_TEMP).split("-")[0]), 0)
-    except (ValueError, ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
+        holder = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode()
+    except ValueError:
+        return False  # of an older version: it goes after a day
+    return holder.startswith("[") and owner.is_dead(holder)
+
+
+def _files(folder: Path) -> list[tuple[Path, int]]:
+    """Files right in a folder, with what they take; none if there is no folder."""
+    out = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_file(follow_symlinks=False):
+                        out.append((Path(entry.path), _stat("", entry.stat()).used))
+    except FileNotFoundError:
         pass
-    return True
+    return out
 
 
 def _stat(key: str, s: os.stat_result) -> Stat:

@@ -21,7 +21,8 @@ class Stat:
     """One stored object.
 
     bytes: its length.  used: what it takes from the budget (blocks of a file system).  at: when it
-    was written, seconds since the epoch.  stamp: changes whenever the bytes may have.
+    was written, seconds since the epoch.  stamp: changes whenever the bytes may have.  own: False
+    for one that other stores may rely on, which nobody deletes (`SharedDepot`).
     """
 
     key: str
@@ -29,6 +30,7 @@ class Stat:
     used: int
     at: float
     stamp: tuple[int, ...]
+    own: bool = True
 
 
 class Blob(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -15,11 +16,17 @@ from forkserve.store.depots.protocol import Stat
 __all__ = ["S3Depot"]
 
 _SUFFIX = ".kv"
+_ASIDE = "quarantine"
 _MANY = 1000  # objects that one request may delete
 
 
 class S3Depot:
     """Objects ``<prefix>/<aa>/<key>.kv`` of a bucket.
+
+    An object is uploaded in one request that fails if the key is there by then (``If-None-Match``),
+    so no writer replaces what another has written, and an upload that breaks off leaves no parts.
+    Where the server doesn't know that, give ``conditional_put="disabled"``: a key stands for its
+    bytes, so writing it twice is only work.
 
     options: what `obstore.store.S3Store` takes (endpoint, region, access_key_id, ...); without
     them it reads the usual AWS variables.  timeout_s: deadline of one request; after it, and two
@@ -44,6 +51,7 @@ class S3Depot:
         self.place = place
         self._api: Any = obstore
         self._prefix = prefix.strip("/")
+        self._conditional = options.get("conditional_put") != "disabled"
         client: Any = {"timeout": f"{timeout_s}s", "connect_timeout": f"{min(timeout_s, 10.0)}s"}
         if str(options.get("endpoint", "")).startswith("http://"):
             client["allow_http"] = "true"
@@ -61,12 +69,21 @@ class S3Depot:
             size = sum(len(part) for part in parts)
             known = self.stat(key)
             if known is None or known.bytes != size:
-                self._call("put", self._path(key), b"".join(parts))
+                self._upload(self._path(key), b"".join(parts), fresh=known is None)
+                known = self.stat(key)
+            if known is not None and known.bytes != size:  # a damaged one came in between
+                self._upload(self._path(key), b"".join(parts), fresh=False)
                 known = self.stat(key)
             if known is None or known.bytes != size:
                 raise OSError(f"object {key[:16]} is not there after its upload")
             out.append(known)
         return out
+
+    def _upload(self, path: str, data: bytes, *, fresh: bool) -> None:
+        """One request; `fresh`: unless somebody was faster, whose object then stays."""
+        mode = "create" if fresh and self._conditional else "overwrite"
+        with suppress(FileExistsError):
+            self._call("put", path, data, mode=mode, use_multipart=False)
 
     def open(self, key: str) -> MemoryBlob:
         """Download an object.  Raises FileNotFoundError."""
@@ -112,7 +129,7 @@ class S3Depot:
     def quarantine(self, key: str, reason: str) -> None:
         """Move an object below ``quarantine/``."""
         try:
-            target = f"{self._prefix}/quarantine/{key}.{reason}"
+            target = f"{self._prefix}/{_ASIDE}/{key}.{reason}"
             self._call("copy", self._path(key), target)
         except FileNotFoundError:
             return
@@ -120,18 +137,39 @@ class S3Depot:
 
     def entries(self) -> Iterator[Stat]:
         """Every chunk object."""
+        names = self._names()
+        if all(len(name) == 2 or name == _ASIDE for name in names):
+            names = [""]  # nothing of others is there: one listing for all
         try:
-            for batch in self._api.list(self._store, self._prefix + "/", chunk_size=1000):
-                for meta in batch:
-                    folder, _, name = str(meta["path"]).rpartition("/")
-                    key = name.removesuffix(_SUFFIX)
-                    if name.endswith(_SUFFIX) and len(key) == 64 and folder.endswith(key[:2]):
-                        yield _stat(key, meta)
+            for name in names:
+                if len(name) == 2 or not name:
+                    yield from self._listed(f"{self._prefix}/{name}".rstrip("/") + "/")
         except Exception as error:
             raise _translated(error) from error
 
+    def _listed(self, below: str) -> Iterator[Stat]:
+        for batch in self._api.list(self._store, below, chunk_size=1000):
+            for meta in batch:
+                key = str(meta["path"]).rpartition("/")[2].removesuffix(_SUFFIX)
+                if len(key) == 64 and str(meta["path"]) == self._path(key):
+                    yield _stat(key, meta)
+
+    def below(self, folder: str) -> S3Depot:
+        """The objects below ``<prefix>/<folder>``."""
+        out = copy(self)
+        out._prefix = f"{self._prefix}/{folder}".strip("/")
+        return out
+
+    def folders(self) -> list[str]:
+        """Names of folders below the prefix that are not its own."""
+        return [name for name in self._names() if len(name) != 2 and name != _ASIDE]
+
+    def _names(self) -> list[str]:
+        found = self._call("list_with_delimiter", self._prefix + "/")
+        return [str(path).rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+
     def sweep(self, older_than_s: float) -> int:
-        """An upload that broke off leaves nothing visible; its parts are the bucket's business."""
+        """An upload that broke off leaves nothing: it is one request."""
         return 0
 
     def close(self) -> None:
@@ -140,9 +178,9 @@ class S3Depot:
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{key[:2]}/{key}{_SUFFIX}"
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def _call(self, name: str, *args: Any, **options: Any) -> Any:
         try:
-            return getattr(self._api, name)(self._store, *args)
+            return getattr(self._api, name)(self._store, *args, **options)
         except Exception as error:
             raise _translated(error) from error
 
@@ -153,6 +191,8 @@ def _translated(error: Exception) -> OSError:
         return error
     if type(error).__name__ == "NotFoundError":
         return FileNotFoundError(str(error))
+    if type(error).__name__ == "AlreadyExistsError":
+        return FileExistsError(str(error))
     return OSError(f"object store: {type(error).__name__}: {error}")
 
 

@@ -16,7 +16,8 @@ def depot_at(url: str) -> Depot:
     """``s3://bucket/prefix?endpoint=...&region=...``, or a directory (a path, or ``file:///path``).
 
     What the query leaves out, credentials above all, comes from the usual AWS variables.  The place
-    is called "object" or "far".  Raises ConfigError, MissingExtra, OSError.
+    is called "object" or "far".  A directory is made when something is written.  Raises
+    ConfigError, MissingExtra.
     """
     parts = urlsplit(url)
     if parts.scheme == "s3":
@@ -28,7 +29,7 @@ def depot_at(url: str) -> Depot:
         options: dict[str, Any] = dict(parse_qsl(parts.query))
         return S3Depot(parts.netloc, prefix, **options)
     if parts.scheme == "file":
-        return LocalDepot(unquote(parts.path), place="far")
+        return LocalDepot(unquote(parts.path), place="far", create=False)
     if "://" in url or not url:
         raise ConfigError(f"'{url}' is no place: s3://BUCKET/PREFIX, or a directory")
-    return LocalDepot(url, place="far")
+    return LocalDepot(url, place="far", create=False)
