@@ -25,7 +25,7 @@ class Generation:
 
     tokens: everything sampled, the end token included; they are in the tree as well.
     text: the decoded tokens without special ones, up to a stop string.  It begins with the whole
-    character that the path before may have ended in.
+    character that the path before may have ended in, and ends with the last whole one.
     finish_reason: None while it runs.
     """
 
