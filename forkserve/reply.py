@@ -23,11 +23,11 @@ Dropped = SimpleQueue[Generation]  # generations whose stream was dropped withou
 class Reply:
     """What a generation said.  ``str(reply)`` is its text.
 
-    text: without special tokens, and up to a stop string; if the path before ended inside a
-    character, it begins with that whole character.  tokens: all that were sampled, also the
-    end token and those that spell a stop string: they are in the tree.  finish_reason: length,
-    eos, stop, context, constraint, or cancelled (also by an abort); of a stream also error, and
-    None while it runs.
+    text: without special tokens, and up to a stop string.  It ends with the last whole character,
+    whatever the reason; if the path before ended inside one, it begins with that whole one.
+    tokens: all that were sampled, also the end token and those that spell a stop string: they are
+    in the tree.  finish_reason: length, eos, stop, context, constraint, or cancelled (also by an
+    abort); of a stream also error, and None while it runs.
     logprobs: one for each token if they were asked for, of the raw distribution.
     top_logprobs: for each token the (id, log p) of the likeliest ids, best first.
     """

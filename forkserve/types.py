@@ -111,16 +111,16 @@ class SamplingParams:
     repetition_penalty: above 0; logits of ids that stand anywhere on the path, prompt included, are
     divided by it where positive and multiplied where negative (as Hugging Face and vLLM do).
     presence_penalty, frequency_penalty: in [-2, 2]; taken off the logits of ids that were output,
-    once, and once for each time (as OpenAI and vLLM do).  Output is what stands from position
-    `output_start` on; None is where the generation begins.  One that goes on with an earlier one's
-    text (a fork in its middle, a resumed session) draws as that would have if it is given the place
-    where that one began.
+    once, and once for each time (as OpenAI and vLLM do).
+    output_start: the position from which on what stands counts as output; None is where the
+    generation begins.  One that goes on with an earlier one's text (a fork in its middle, a resumed
+    session) draws as that would have if it is given the place where that one began.
     seed: None derives one from the session (`derive_seed`); the draw of token i depends on the
     tokens before it, these parameters and (seed, position) alone, never on the batch.
     stop: strings that end the text and are not part of it.  stop_ids: ids that end it.
     ignore_eos: go on past the model's end token.  logprobs: also return each token's log p, of the
-    raw distribution.  top_logprobs: and those of the n likeliest ids, n up to 20.
-    constraint: what may follow.
+    raw distribution.  top_logprobs: those of the n likeliest ids as well, n up to 20.
+    constraint: what may follow (`forkserve.engine.constraints`); asked after each token.
     """
 
     temperature: float = 0.0

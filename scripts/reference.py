@@ -1,4 +1,4 @@
-"""Write docs/reference.md from the code: settings, errors, verbs, commands.
+"""Write docs/reference.md from the code: settings, sampling, errors, verbs, commands.
 
 With --check nothing is written; a page that is out of date is shown as a diff and the exit code
 is 1.
@@ -11,8 +11,8 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -23,6 +23,7 @@ import click
 import forkserve
 from forkserve import errors
 from forkserve.config import ENV_PREFIX, ForkServeConfig
+from forkserve.control import generation
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 FACES = ("Engine", "Session", "Branch")
@@ -123,6 +124,35 @@ def settings_section() -> Iterator[str]:
         yield "| " + " | ".join([*cells, (field.description or "").replace("|", "\\|")]) + " |"
 
 
+def entries(docstring: str, names: Sequence[str]) -> dict[str, str]:
+    """Meanings by name, of a docstring that explains them as ``a: ...  b, c: ...``."""
+    text = re.sub(r"\s+", " ", docstring)
+    name = "(?:" + "|".join(names) + ")"
+    parts = re.split(rf"(?:^|(?<=[.:] ))({name}(?:, {name})*): ", text)[1:]
+    found = {}
+    for heads, meaning in zip(parts[::2], parts[1::2], strict=True):
+        found |= dict.fromkeys(heads.split(", "), meaning.strip().replace("``", "`"))
+    return found
+
+
+def sampling_section() -> Iterator[str]:
+    """One row for each field of SamplingParams, and one for each way a generation ends."""
+    params = fields(forkserve.SamplingParams)
+    meanings = entries(inspect.getdoc(forkserve.SamplingParams) or "", [f.name for f in params])
+    yield "\n## Sampling\n"
+    yield "Fields of `SamplingParams`; sessions and branches take them as keywords too."
+    yield "Constraints: [sessions](sessions.md#constraints).\n"
+    yield "| name | default | meaning |\n|---|---|---|"
+    for field in params:
+        yield f"| `{field.name}` | `{field.default!r}` | {meanings[field.name]} |"
+    yield "\n`finish_reason` of a reply, `None` while a stream runs:\n"
+    yield "| reason | when |\n|---|---|"
+    reasons = get_args(generation.FinishReason)
+    meanings = entries(generation.__doc__ or "", reasons)
+    for reason in meanings:
+        yield f"| `{reason}` | {meanings[reason]} |"
+
+
 def errors_section() -> Iterator[str]:
     """One row for each public error."""
     yield "\n## Errors\n"
@@ -155,10 +185,13 @@ def commands_section() -> Iterator[str]:
         yield f"\n### forkserve {name}\n\n```text\n{command.get_help(context)}\n```"
 
 
+SECTIONS = (settings_section, sampling_section, errors_section, verbs_section, commands_section)
+
+
 def page() -> str:
     """The whole page."""
     lines = ["# Reference\n", "Written by `make docs` from the code; do not edit by hand.\n"]
-    for section in (settings_section, errors_section, verbs_section, commands_section):
+    for section in SECTIONS:
         lines += section()
     return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines()) + "\n"
 

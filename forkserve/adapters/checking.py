@@ -10,7 +10,8 @@ anew::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,7 @@ class Step:
     known, wrapper, close: before a tool's result is there, how many tokens of the prompt after the
     kept are known, as text, and the text behind the result.  drift: why nothing is known.
     refused: the template would not write the next prompt; nothing else is known then.
+    lost: numbers, from 0, of messages whose text the next prompt does not hold.
     assumed: how the model wrote the turn was not recorded; it is taken to write what the template
     does.
     """
@@ -66,6 +68,7 @@ class Step:
     close: str = ""
     drift: str = ""
     refused: str = ""
+    lost: tuple[int, ...] = ()
     assumed: bool = True
 
     @property
@@ -80,8 +83,8 @@ class Step:
 
     @property
     def ok(self) -> bool:
-        """All that is held is kept."""
-        return not self.again and not self.refused
+        """All that is held is kept, and every message is in the next prompt."""
+        return not self.again and not self.refused and not self.lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,18 @@ def _plain(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "raw"}
 
 
+def _content(message: Message) -> str:
+    """The text of a message; of parts those that are text."""
+    given = message.get("content") or ""
+    if isinstance(given, str):
+        return given
+    return "".join(part if isinstance(part, str) else part.get("text", "") for part in given)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
 class _Writer:
     """Conversations as text and tokens, with what the template lacks written into the text."""
 
@@ -204,8 +219,23 @@ class _Turn:
             wrapper=self._text(known.tokens),
             close=known.close,
             drift=known.drift,
+            lost=tuple(self._lost()),
             assumed=self._raw is None,
         )
+
+    def _lost(self) -> Iterator[int]:
+        """Messages whose text is not in the next prompt: neither as it is nor escaped for JSON.
+
+        White space does not count: templates trim.  Nor does what an assistant thought.
+        """
+        prompt = _squeezed(self._writer.text(self._messages))
+        for number, message in enumerate(self._messages):
+            text = _content(message)
+            if message["role"] == "assistant":
+                text = text.rpartition("</think>")[2]
+            forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
+            if not any(_squeezed(form) in prompt for form in forms):
+                yield number
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._decode(tokens).decode("utf-8", "replace")

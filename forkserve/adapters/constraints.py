@@ -45,12 +45,24 @@ def constraint_for(
     elif response_format is not None:
         kind = response_format.get("type")
         if kind == "json_schema":
-            schema = response_format["json_schema"]["schema"]
+            schema = _asked(response_format)
         elif kind == "json_object":
             schema = {"type": "object"}
         elif kind != "text":
             raise ConfigError(f"response_format {kind!r}: use json_schema, json_object or text")
     return _build(engine, _closed(schema)) if schema is not None else None
+
+
+def _asked(response_format: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a ``response_format``, as OpenAI spells it."""
+    inner = response_format.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise ConfigError(
+            "response_format holds no schema: give "
+            '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+        )
+    return schema
 
 
 def _closed(schema: Any) -> Any:
@@ -91,20 +103,21 @@ def _calls(tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _build(engine: Engine, schema: Mapping[str, Any]) -> SchemaConstraint:
-    key = json.dumps(schema, sort_keys=True)
+    try:
+        key = json.dumps(schema, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the JSON schema is refused: {error}") from error
     with _lock:
         kept = _built.setdefault(engine, OrderedDict())
         constraint = kept.pop(key, None)
         if constraint is None:
             info = engine.backend.info
-            made = SchemaConstraint.from_json_schema(
+            constraint = SchemaConstraint.from_json_schema(
                 engine.backend.tokenizer,
                 schema,
                 vocab_size=info.vocab_size,
                 eos_ids=info.eos_ids,
             )
-            assert isinstance(made, SchemaConstraint)
-            constraint = made
             constraint.schema = schema
         kept[key] = constraint
         while len(kept) > _KEPT:

@@ -19,7 +19,7 @@ _WIDTH = 96
 
 
 def run_template_check(model: str, conversation: Path | None, *, as_json: bool) -> bool:
-    """Print the steps; whether every one keeps all that was held."""
+    """Print the steps; whether every one keeps all that was held and leaves nothing out."""
     from forkserve.engine.local.checkpoint import open_tokenizer
 
     given = read_conversation(*_read(conversation))
@@ -66,6 +66,11 @@ def _show(step: Step) -> None:
         click.echo(f"    the prefix breaks {where}; what was decoded (-), the next prompt (+):")
         click.secho(f"    - {_line(step.before)}", fg="red")
         click.secho(f"    + {_line(step.after)}", fg="green")
+    if step.lost:
+        which = ", ".join(map(str, step.lost))
+        click.secho(
+            f"    the next prompt leaves out the text of message {which} (from 0)", fg="red"
+        )
     if step.drift:
         click.secho(f"    nothing is known while the tool runs: {_line(step.drift)}", fg="yellow")
     elif step.then == "tool":
@@ -85,6 +90,10 @@ def _verdict(steps: list[Step]) -> str:
     broken = [step for step in steps if not step.ok]
     if not broken:
         return click.style(f"The prefix holds after all {len(steps)} turns.", fg="green")
+    lost = {number for step in steps for number in step.lost}
+    if lost:
+        said = "message" if len(lost) == 1 else "messages"
+        return click.style(f"The template leaves out the text of {len(lost)} {said}.", fg="red")
     again = sum(step.again for step in broken)
     text = f"The prefix breaks after {len(broken)} of {len(steps)} turns"
     if again:

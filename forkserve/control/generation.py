@@ -1,4 +1,15 @@
-"""One running generation: what it was asked, what it has produced, and how it ended."""
+"""One running generation: what it was asked, what it has produced, and how it ended.
+
+How it may end, in the order in which a token is looked at:
+
+eos: the model's end token, or one of `stop_ids`, was sampled.
+stop: the text came to a stop string; it ends before it.
+length: `max_tokens` tokens were sampled.
+constraint: the constraint lets nothing follow, not even the end token.
+context: the model's context is full.
+cancelled: a stream was closed, a task was cancelled, or the branch was aborted.
+error: something failed, a constraint for instance; whoever waits for the reply gets it raised.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +36,7 @@ class Generation:
 
     tokens: everything sampled, the end token included; they are in the tree as well.
     text: the decoded tokens without special ones, up to a stop string.  It begins with the whole
-    character that the path before may have ended in.
+    character that the path before may have ended in, and ends with the last whole one.
     finish_reason: None while it runs.
     """
 

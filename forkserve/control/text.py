@@ -13,10 +13,13 @@ class TextStream:
 
     The pieces returned by `push` and `finish` concatenate to the decoded text up to the first stop
     string.  A piece never ends inside a character, and only a suffix that may still become a stop
-    string is held back.
+    string is held back until the end.
 
-    before: bytes that come just before.  A character that begins in them is part of this text:
-    text before it and text from here on make the text of all, wherever a path was cut or forked.
+    However it ends, a character whose bytes have not all come is no part of this text: it belongs
+    to the text that goes on from here.  before: bytes that come just before; a character that
+    begins in them is part of this text.  So text before and text from here on make the text of
+    all, wherever a path was cut or forked.  (vLLM leaves such an end out too. The streamers of
+    Hugging Face show U+FFFD there, which what goes on could not take back.)
     """
 
     def __init__(
@@ -49,10 +52,10 @@ class TextStream:
         return self._emit(self._decoder.decode(self._decode_bytes(tokens)), final=False)
 
     def finish(self) -> str:
-        """What was held back; call once at the end."""
+        """What might have become a stop string; call once at the end."""
         if self.stopped is not None:
             return ""
-        return self._emit(self._decoder.decode(b"", final=True), final=True)
+        return self._emit("", final=True)
 
     def _emit(self, fresh: str, *, final: bool) -> str:
         piece = self._certain(fresh, final) if self._stop else fresh

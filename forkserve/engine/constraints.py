@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from forkserve.errors import ConfigError, MissingExtra
 from forkserve.types import IntArray, Tokens
 
 __all__ = ["ChoiceConstraint", "GrammarConstraint"]
+
+_DEAD_END = "NoExtension"  # llguidance's word for: no token goes on from here
+_FOLLOWERS = 16  # branches of one constraint that are followed without going to and fro
 
 
 class ChoiceConstraint:
@@ -32,12 +35,14 @@ class ChoiceConstraint:
     def __init__(
         self, tokenizer: Tokenizer, choices: Sequence[str], eos_ids: Sequence[int] = ()
     ) -> None:
-        if isinstance(choices, str) or not choices or not all(choices):
+        given = isinstance(choices, Iterable) and not isinstance(choices, str)
+        texts = list(choices) if given else []
+        if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ConfigError("choices must be a list of at least one string, none of them empty")
         self._eos = tuple(eos_ids)
         self._next: dict[tuple[int, ...], list[int]] = {}
-        for choice in choices:
-            ids = [*tokenizer.encode(choice, special=False)]
+        for choice in texts:
+            ids = [*tokenizer.encode(_checked("choice", choice), special=False)]
             for i in range(len(ids) + 1):
                 follow = self._next.setdefault(tuple(ids[:i]), [])
                 more = ids[i : i + 1] or self._eos
@@ -52,7 +57,8 @@ class GrammarConstraint:
     """The text must match a grammar, kept by llguidance.
 
     vocab_size: `ModelInfo.vocab_size`.  eos_ids: what may follow a complete text, at least one.
-    Raises `MissingExtra` without llguidance and `ConfigError` for a grammar it refuses.
+    Raises `MissingExtra` without llguidance and `ConfigError` for a grammar that it refuses or that
+    no text matches.
     """
 
     def __init__(
@@ -61,31 +67,31 @@ class GrammarConstraint:
         """grammar: as `llguidance.LLMatcher.grammar_from_*` give it."""
         if not eos_ids:
             raise ConfigError("a grammar needs at least one end id; pass eos_ids=info.eos_ids")
-        guidance = _guidance()
+        self._grammar = _checked("grammar", grammar)
         self._eos = tuple(eos_ids)
         self._vocab_size = vocab_size
-        shared = _grammar_tokenizer(tokenizer, vocab_size, self._eos)
-        fault = guidance.LLMatcher.validate_grammar(grammar, shared)
-        if fault and not fault.startswith("WARNING"):
-            raise ConfigError(f"the grammar is refused: {fault.strip().splitlines()[0]}")
-        self._matcher = guidance.LLMatcher(shared, grammar, log_level=0)
-        self._consumed: list[int] = []
-        self._lock = threading.Lock()  # one matcher, moved to and fro
+        self._shared = _grammar_tokenizer(tokenizer, vocab_size, self._eos)
+        self._lock = threading.Lock()
+        self._restart()
+        if self._ask([]) is None:
+            fault = self._fault()
+            if fault.startswith(_DEAD_END):
+                fault = "no text that this tokenizer can write matches it"
+            raise ConfigError(f"the grammar is refused: {fault}")
 
     @classmethod
     def from_json_schema(
         cls,
         tokenizer: Tokenizer,
-        schema: Mapping[str, Any] | str,
+        schema: Mapping[str, Any] | str | bool,
         *,
         vocab_size: int,
         eos_ids: Sequence[int],
-    ) -> GrammarConstraint:
+    ) -> Self:
         """JSON that a schema accepts; no free white space, in which small models ramble."""
-        guidance = _guidance()
-        text = schema if isinstance(schema, str) else json.dumps(schema)
+        text = _schema_text(schema)
         try:
-            grammar = guidance.LLMatcher.grammar_from_json_schema(
+            grammar = _guidance().LLMatcher.grammar_from_json_schema(
                 text, defaults={"whitespace_flexible": False}
             )
         except ValueError as error:
@@ -95,25 +101,26 @@ class GrammarConstraint:
     @classmethod
     def from_regex(
         cls, tokenizer: Tokenizer, regex: str, *, vocab_size: int, eos_ids: Sequence[int]
-    ) -> GrammarConstraint:
+    ) -> Self:
         """Text that a regular expression matches as a whole."""
-        grammar = _guidance().LLMatcher.grammar_from_regex(regex)
+        grammar = _guidance().LLMatcher.grammar_from_regex(_checked("regular expression", regex))
         return cls(tokenizer, grammar, vocab_size=vocab_size, eos_ids=eos_ids)
 
     @classmethod
     def from_lark(
         cls, tokenizer: Tokenizer, lark: str, *, vocab_size: int, eos_ids: Sequence[int]
-    ) -> GrammarConstraint:
+    ) -> Self:
         """Text of the rule `start` of a Lark grammar, in llguidance's dialect of Lark."""
-        grammar = _guidance().LLMatcher.grammar_from_lark(lark)
+        grammar = _guidance().LLMatcher.grammar_from_lark(_checked("Lark grammar", lark))
         return cls(tokenizer, grammar, vocab_size=vocab_size, eos_ids=eos_ids)
 
     @classmethod
     def from_ebnf(
         cls, tokenizer: Tokenizer, ebnf: str, *, vocab_size: int, eos_ids: Sequence[int]
-    ) -> GrammarConstraint:
+    ) -> Self:
         """Text of the rule `root` of an EBNF grammar in GBNF notation (``root ::= "a" [0-9]+``)."""
         convert = _guidance("llguidance.gbnf_to_lark")
+        _checked("EBNF grammar", ebnf)
         try:
             lark = convert.gbnf_to_lark(ebnf)
         except Exception as error:  # of no kind of its own for a rule that is missing
@@ -121,36 +128,145 @@ class GrammarConstraint:
         return cls.from_lark(tokenizer, lark, vocab_size=vocab_size, eos_ids=eos_ids)
 
     def allowed(self, generated: Tokens) -> Sequence[int] | IntArray:
-        """Ids that keep the text within the grammar; empty after the end and outside it."""
+        """Ids that keep the text within the grammar; empty after the end and outside it.
+
+        Raises ConfigError where the library gives up: the grammar is too complex for its limits,
+        or a rule can't be completed from here.  Other texts may be asked about afterwards.
+        """
         generated = list(generated)
         if generated and generated[-1] in self._eos:
             return ()
         with self._lock:
-            if not self._move_to(generated):
-                return ()
-            if self._matcher.is_stopped():
-                return self._eos
-            mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            complete = self._matcher.is_accepting()
+            found = self._ask(generated)
+            if found is None:
+                # Its limits count all that it was ever asked.  What one text alone, token by
+                # token, would meet decides, so that branches beside it make no difference.
+                self._restart()
+                for end in range(len(generated) + 1):
+                    found = self._ask(generated[:end])
+                    if found is None:
+                        break
+            if found is not None:
+                return found
+            fault = self._fault()
+            self._restart()
+        if fault.startswith(_DEAD_END):
+            raise ConfigError(
+                f"the grammar leads to a dead end after {len(generated)} tokens: "
+                "nothing matches the rest of the rule that they began"
+            )
+        raise ConfigError(
+            f"the grammar could not be followed past {len(generated)} tokens: {fault}; "
+            "simplify it: fewer alternatives that stay open side by side, smaller repeat counts"
+        )
+
+    def _restart(self) -> None:
+        """Begin anew: a matcher that has failed stays so, and so do its copies."""
+        matcher = _guidance().LLMatcher(self._shared, self._grammar, log_level=0)
+        self._followers = [_Follower(matcher, [])]
+
+    def _fault(self) -> str:
+        """What the library says, without its own state and the whole grammar."""
+        said = self._followers[-1].matcher.get_error().strip().splitlines() or ["no reason given"]
+        why = [line.removeprefix("error: ") for line in said[1:] if line.startswith("error: ")]
+        return " ".join([said[0], *why[:1]])  # of a regular expression the second has the reason
+
+    def _ask(self, generated: list[int]) -> Sequence[int] | IntArray | None:
+        """What may follow; None if the matcher has failed."""
+        follower = self._follower(generated)
+        matcher = follower.matcher
+        if not follower.move_to(generated):
+            return None if matcher.is_error() else ()
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_error():  # its mask holds the end id then
+            return None
+        complete = matcher.is_accepting()
+        if matcher.is_stopped():  # or a rule's own limit of tokens was reached
+            return self._eos if complete else ()
         ids = np.flatnonzero(np.unpackbits(mask, bitorder="little", count=self._vocab_size))
         # The library knows one end id; a model may have several.
         return np.union1d(ids, self._eos) if complete else ids
 
-    def _move_to(self, generated: list[int]) -> bool:
-        """Bring the matcher to `generated`; False if the grammar does not admit it."""
-        common = 0
-        for ours, theirs in zip(self._consumed, generated, strict=False):
-            if ours != theirs:
-                break
-            common += 1
-        surplus = len(self._consumed) - common
-        if surplus and not self._matcher.rollback(surplus):
-            self._matcher.reset()
+    def _follower(self, generated: list[int]) -> _Follower:
+        """The one that shares most with `generated`, or a copy where it would have to go back."""
+        followers = self._followers
+        best = max(followers, key=lambda one: one.common(generated))
+        if best.common(generated) == len(best.taken):
+            followers.remove(best)
+        else:  # another branch goes on from there
+            best = best.copy()
+            del followers[: len(followers) + 1 - _FOLLOWERS]
+        followers.append(best)  # the last is the latest used
+        return best
+
+
+class _Follower:
+    """A matcher and the tokens that it has taken."""
+
+    def __init__(self, matcher: Any, taken: list[int]) -> None:
+        self.matcher = matcher
+        self.taken = taken
+
+    def copy(self) -> _Follower:
+        """Takes microseconds; what the library has learnt of the grammar is shared."""
+        return _Follower(self.matcher.deep_copy(), self.taken)
+
+    def common(self, tokens: list[int]) -> int:
+        """How many tokens both begin with."""
+        taken = self.taken
+        if tokens[: len(taken)] == taken:
+            return len(taken)
+        pairs = enumerate(zip(taken, tokens, strict=False))
+        return next((i for i, (ours, theirs) in pairs if ours != theirs), len(tokens))
+
+    def move_to(self, tokens: list[int]) -> bool:
+        """Whether the grammar admits the tokens; False also if the matcher fails."""
+        common = self.common(tokens)
+        surplus = len(self.taken) - common
+        if surplus and not self.matcher.rollback(surplus):
+            self.matcher.reset()
             common = 0
-        more = generated[common:]
-        taken = self._matcher.try_consume_tokens(more) if more else 0
-        self._consumed = generated[: common + taken]
-        return taken == len(more)
+        more = tokens[common:]
+        took = self.matcher.try_consume_tokens(more) if more else 0
+        self.taken = tokens[: common + took]
+        return bool(took == len(more))
+
+
+def _checked(what: str, text: object) -> str:
+    """A string that the library can take."""
+    if not isinstance(text, str):
+        raise ConfigError(f"the {what} is refused: it is {type(text).__name__}, not str")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the {what} is refused: it is no Unicode text: {error}") from error
+    return text
+
+
+def _schema_text(schema: object) -> str:
+    """A JSON schema as the library takes it: an object, in JSON."""
+    refused = "the JSON schema is refused: "
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(value, default=_as_dict)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{refused}{error}") from error
+    if value is False:
+        raise ConfigError(f"{refused}no JSON matches the schema false")
+    if value is True:
+        return "{}"
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{refused}it is {type(value).__name__}; a schema is an object, true or false"
+        )
+    return text
+
+
+def _as_dict(value: object) -> dict[str, Any]:
+    """Mappings that are no dict, for `json`."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 def _guidance(module: str = "llguidance") -> Any:

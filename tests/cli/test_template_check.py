@@ -63,6 +63,17 @@ def test_the_built_in_conversation_shows_what_breaks(run: Run, model: Path) -> N
     assert "The prefix breaks after 4 of 5 turns" in result.stdout
 
 
+def test_a_template_that_writes_nothing(run: Run, model: Path, tmp_path: Path) -> None:
+    (model / "chat_template.jinja").write_text("")
+    talk = write(tmp_path / "talk.json", [QUESTION, ANSWER, QUESTION])
+    result = run("template-check", str(model), talk)
+    assert result.exit_code == 1, result.output
+    assert "leaves out the text of message 0, 1, 2 (from 0)" in result.stdout
+    assert "The template leaves out the text of 3 messages." in result.stdout
+    result = run("template-check", str(model), talk, "--json")
+    assert json.loads(result.stdout)["steps"][0]["lost"] == [0, 1, 2]
+
+
 def test_json(run: Run, model: Path, tmp_path: Path) -> None:
     raw = {**ANSWER, "raw": "There it is."}
     talk = write(tmp_path / "talk.json", {"messages": [QUESTION, raw, QUESTION]})

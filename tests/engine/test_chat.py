@@ -45,8 +45,10 @@ def test_helpers() -> None:
 def test_refusals_are_model_errors() -> None:
     with pytest.raises(ModelError, match="refused 1 messages: roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ModelError, match="division"):
+    with pytest.raises(ModelError, match=r"refused 1 messages: ZeroDivisionError: .*division"):
         render("{{ 1 // 0 }}")
+    with pytest.raises(ModelError, match=r"refused 1 messages: MemoryError$"):
+        render("{{ 'a' * (2 ** 62) }}")
     with pytest.raises(ModelError, match="does not compile"):
         render("{% for %}")
     with pytest.raises(ModelError, match="refused"):

@@ -13,6 +13,7 @@ from typing import Any
 
 import gguf
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from forkserve.engine.local import LocalBackend
@@ -130,6 +131,26 @@ def test_truncated_safetensors(folder: Path) -> None:
     for size in (4, 100, len(data) - 1000):
         weights.write_bytes(data[:size])
         fails(folder, r"cannot read .*model\.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "takes"),
+    [
+        (torch.float64, True),
+        (torch.int8, False),
+        (torch.float8_e4m3fn, False),
+        (torch.complex64, False),
+    ],
+)
+def test_types_of_safetensors(folder: Path, dtype: torch.dtype, takes: bool) -> None:
+    file, name = folder / "model.safetensors", "model.layers.0.mlp.down_proj.weight"
+    weights = load_file(file)
+    weights[name] = weights[name].to(dtype)
+    save_file(weights, file)
+    if takes:
+        load(folder).close()
+    else:
+        fails(folder, f"tensor '{name}' has type {dtype}: not supported")
 
 
 def test_missing_shard_and_tensor(sharded: Path) -> None:

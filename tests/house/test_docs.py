@@ -6,14 +6,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
 
-from forkserve import errors
+from forkserve import SamplingParams, errors
 from forkserve.config import ForkServeConfig
+from forkserve.control.generation import FinishReason
 from scripts import reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,6 +76,15 @@ def test_command_is_documented(name: str) -> None:
     for option in command.params:
         argument = isinstance(option, click.Argument)
         assert argument or getattr(option, "help", None), f"forkserve {name}: {option.name}"
+
+
+def test_sampling_is_explained() -> None:
+    """Every parameter and every way to end has a row with a meaning."""
+    rows = "\n".join(reference.sampling_section())
+    names = [field.name for field in fields(SamplingParams)]
+    for name in [*names, *get_args(FinishReason)]:
+        row = next(line for line in rows.splitlines() if line.startswith(f"| `{name}` |"))
+        assert len(row.split("|")[-2]) > 10, row
 
 
 def test_reference_page_is_up_to_date() -> None:

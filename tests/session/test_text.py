@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkserve import Engine, ForkServeConfig
+from forkserve import Engine, ForkServeConfig, Session
 from forkserve.engine import MockBackend
+from forkserve.reply import Reply
 
 Make = Callable[..., Engine]
 LETTERS = "aé語🙂 \n"
@@ -27,6 +30,11 @@ def decode(eng: Engine, tokens: list[int]) -> bytes:
     return eng.backend.tokenizer.decode_bytes(tokens, skip_special=True)
 
 
+def whole(data: bytes) -> str:
+    """The decode of the bytes without a character at their end that is not all there."""
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+
+
 @settings(max_examples=60)
 @given(st.text(LETTERS, min_size=1, max_size=12), st.integers(1, 20), st.integers(1, 20))
 def test_pieces_across_generations_and_a_fork(text: str, first: int, second: int) -> None:
@@ -35,16 +43,15 @@ def test_pieces_across_generations_and_a_fork(text: str, first: int, second: int
     first = min(first, len(data))
     eng = engine(data[:first], data[first:], data[first:])
     with eng.session("prompt: ") as s:
-        s.generate(first)
+        begin = s.generate(first)
         fork = s.attempts(1)[0]
         with s.stream(len(data) - first or 1) as stream:
             pieces = list(stream)
         other = fork.generate(len(data) - first or 1)
-        whole = bytes(data[:first]).decode("utf-8", "ignore")
         assert "".join(pieces) == stream.reply.text
         if first < len(data):
-            assert whole + other.text == whole + stream.reply.text == text
-            assert all("\ufffd" not in piece for piece in pieces)
+            assert begin.text + other.text == begin.text + stream.reply.text == text
+            assert all("\ufffd" not in piece for piece in [begin.text, *pieces])
         assert s.text == "prompt: " + text + ("<|eos|>" if first == len(data) else "")
 
 
@@ -57,17 +64,82 @@ def test_any_tokens_concatenate_to_the_full_decode(
     cut = min(cut, len(reply) - 1)
     eng = engine(reply[:cut] or [0], reply[cut:])
     with eng.session(prompt) as s:
+        shown = whole(decode(eng, prompt))
         if cut:
-            s.generate(cut)
+            shown += s.generate(cut, ignore_eos=True).text
         else:
             eng.backend._replies.pop(0)  # type: ignore[attr-defined]
-        before = decode(eng, prompt + reply[:cut])
         with s.stream(len(reply) - cut, ignore_eos=True) as stream:
             pieces = list(stream)
-        after = decode(eng, reply[cut:])
         assert "".join(pieces) == stream.reply.text
-        shown = codecs.getincrementaldecoder("utf-8")("replace").decode(before)
-        assert shown + stream.reply.text == (before + after).decode("utf-8", "replace")
+        assert shown + stream.reply.text == whole(decode(eng, prompt + reply))
+
+
+class Ends:
+    """A constraint after which nothing may follow."""
+
+    def allowed(self, generated: Sequence[int]) -> Sequence[int] | None:
+        return [] if len(generated) == HALF else None
+
+
+HALF = len(b"A") + 2  # and half of a character of four bytes
+REST = [*"🙂".encode()[2:], 66]
+
+
+@pytest.mark.parametrize("how", ["generate", "stream", "agenerate", "astream"])
+@pytest.mark.parametrize("reason", ["length", "eos", "stop_ids", "stop", "constraint", "context"])
+def test_however_a_reply_ends(make: Make, reason: str, how: str) -> None:
+    """What is not all there comes with the next reply, on the line and on a fork of it."""
+    begin = list("A🙂".encode()[:HALF])
+    if reason == "stop":
+        begin[:1] = list(b"A##")  # shown up to the stop string
+    limit = HALF if reason == "length" else 50
+    context = {"max_context": 4 + HALF} if reason == "context" else {}
+    eng = make([*begin, *([700] if reason == "stop_ids" else [])], REST, REST, **context)
+    options: dict[str, Any] = {
+        "eos": {},
+        "stop_ids": {"stop_ids": (700,)},
+        "stop": {"stop": ("##",)},
+        "constraint": {"constraint": Ends()},
+    }.get(reason, {"ignore_eos": True})
+
+    async def later(s: Session) -> Reply:
+        if how == "agenerate":
+            return await s.agenerate(limit, **options)
+        async with s.astream(limit, **options) as stream:
+            pieces = [piece async for piece in stream]
+        assert "".join(pieces) == stream.reply.text
+        return stream.reply
+
+    with eng.session("abcd") as s:
+        if how == "generate":
+            reply = s.generate(limit, **options)
+        elif how == "stream":
+            with s.stream(limit, **options) as stream:
+                assert "".join(stream) == stream.reply.text
+            reply = stream.reply
+        else:
+            reply = asyncio.run(later(s))
+        assert reply.finish_reason == {"stop_ids": "eos"}.get(reason, reason)
+        assert reply.text == "A"
+        if reason == "context":
+            return
+        if reason == "stop":  # it ended before the half character came
+            s.append([*begin[3:]])
+        fork = s.attempts(1)[0]
+        assert s.generate(3).text == fork.generate(3).text == "🙂B"
+
+
+def test_a_cancelled_reply() -> None:
+    eng = engine("A🙂", REST)
+    with eng.session("abc") as s:
+        generation = eng.start(s.id, 50)
+        for count, _ in enumerate(generation, 1):
+            if count == HALF:
+                generation.cancel()
+        reply = Reply.of(generation)
+        assert (reply.text, reply.finish_reason, len(reply.tokens)) == ("A", "cancelled", HALF)
+        assert s.generate(3).text == "🙂B"
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])

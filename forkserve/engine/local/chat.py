@@ -107,9 +107,11 @@ class ChatTemplate:
         try:
             return template.render(**given, **self._tokens)
         except Exception as error:  # a template is a program, and may fail in any way
+            why = str(error)
+            if not why or not isinstance(error, jinja2.TemplateError):
+                why = f"{type(error).__name__}: {why}".rstrip(": ")
             raise ModelError(
-                f"{self._where}: the chat template refused {len(given['messages'])} messages: "
-                f"{error}"
+                f"{self._where}: the chat template refused {len(given['messages'])} messages: {why}"
             ) from error
 
     # -- which control tokens are the template's own -----------------------------------------

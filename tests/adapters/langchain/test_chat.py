@@ -63,6 +63,18 @@ def test_committed_tokens_equal_those_of_a_cold_engine() -> None:
     assert talk(fresh=False) == talk(fresh=True)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_reply_that_is_cut_inside_a_character(streamed: bool) -> None:
+    engine = Engine(MockBackend(ForkServeConfig(page_size=4), replies=["On é"]))
+    model = ChatForkServe(engine=engine, max_tokens=len("On ") + 1)
+    if streamed:
+        assert "".join(str(chunk.content) for chunk in model.stream("Go.")) == "On "
+    else:
+        assert model.invoke("Go.").content == "On "
+    model.close()
+    engine.shutdown()
+
+
 def test_the_same_prompt_again_is_free(engine: RuleEngine) -> None:
     model = ChatForkServe(engine=engine)
     first, second = model.invoke("hello"), model.invoke("hello")

@@ -122,6 +122,33 @@ def test_a_refusal_ends_the_steps() -> None:
         check("{{ raise_exception('never') }}", USER, calling({}), result("x"))
 
 
+@pytest.mark.parametrize(
+    ("source", "lost"),
+    [
+        ("", (0, 1, 2)),
+        ("<|im_start|>assistant\n", (0, 1, 2)),
+        (QWEN.replace("for m in messages", "for m in messages[:1]"), (1, 2)),
+        ("{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}", (0, 2)),
+    ],
+)
+def test_a_template_that_leaves_messages_out(source: str, lost: tuple[int, ...]) -> None:
+    talk = [USER, {"role": "assistant", "content": "There."}, {**USER, "content": "And you?"}]
+    report = check(source, *talk, tools=())
+    assert not report.ok
+    assert [step.lost for step in report.steps] == [lost]
+
+
+def test_what_a_template_trims_or_escapes_is_not_left_out() -> None:
+    said = '{{ m.role }}: {{ {"said": m.content | trim} | tojson }}\n'
+    talk = [{"role": "user", "content": ' "Where"\nis é? '}, {"role": "assistant", "content": "A."}]
+    source = "{% for m in messages %}" + said + "{% endfor %}"
+    (step,) = check(source, *talk, USER, tools=()).steps
+    assert step.lost == ()
+    thought = {"role": "assistant", "content": "<think>\nWell.\n</think>\n\nThere."}
+    (step,) = check("qwen", USER, thought, USER, tools=()).steps
+    assert step.lost == ()
+
+
 def test_a_template_without_system_messages() -> None:
     report = check(NO_SYSTEM, SYSTEM, USER, {"role": "assistant", "content": "There."}, USER)
     assert report.folded
