@@ -130,16 +130,28 @@ def test_eight_bit_rows(pair: Pair, kv: str, tolerance: float) -> None:
 def test_draws_without_the_host(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain requests are drawn on the device, the rest by the engine's sampler: equal tokens."""
     on_kernels, on_torch = pair(num_hidden_layers=1)
-    specs = [
+    counted = {"seen": np.array([1, 2], np.int32), "counts": np.array([2, 0], np.int32)}
+    hot: dict[str, Any] = {"temperature": 1.3}
+    plain = [
         SampleSpec(SamplingParams(logprobs=True), 1, 4, 0, 0),
-        SampleSpec(SamplingParams(temperature=1.3, logprobs=True, stop=("x",)), 2, 5, 0, 0),
-        SampleSpec(SamplingParams(temperature=1.3, top_k=3), 3, 6, 0, 0),
-        SampleSpec(SamplingParams(), 4, 7, 0, 0, allowed=[11, 12]),
+        SampleSpec(SamplingParams(**hot, logprobs=True, stop=("x",)), 2, 5, 0, 0),
+        SampleSpec(SamplingParams(**hot, stop_ids=(3,), ignore_eos=True, seed=9), 9, 4, 0, 0),
+    ]
+    other = [
+        SampleSpec(SamplingParams(), 11, 7, 0, 0, allowed=[11, 12]),
+        SampleSpec(SamplingParams(**hot, top_k=3), 12, 6, 0, 0),
+        SampleSpec(SamplingParams(**hot, top_p=0.4), 13, 6, 0, 0),
+        SampleSpec(SamplingParams(**hot, min_p=0.3), 14, 6, 0, 0),
+        SampleSpec(SamplingParams(logit_bias={7: 100.0}), 15, 6, 0, 0),
+        SampleSpec(SamplingParams(**hot, repetition_penalty=3.0), 16, 6, 0, 0, **counted),
+        SampleSpec(SamplingParams(**hot, presence_penalty=2.0), 17, 6, 0, 0, **counted),
+        SampleSpec(SamplingParams(**hot, frequency_penalty=2.0), 18, 6, 0, 0, **counted),
+        SampleSpec(SamplingParams(logprobs=True, top_logprobs=4), 19, 6, 0, 0),
     ]
 
     def answers(rig: Rig) -> list[Any]:
-        works = [rig.work(rig.root(), ids(4, i), sample=s) for i, s in enumerate(specs)]
-        return rig.run(*works)
+        specs = enumerate([*plain, *other])
+        return rig.run(*(rig.work(rig.root(), ids(4, i), sample=s) for i, s in specs))
 
     want = answers(on_torch)
     asked: list[int] = []
@@ -147,9 +159,12 @@ def test_draws_without_the_host(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(backends, "sample", lambda *a: asked.append(a[1].seed) or real(*a))
     got = answers(on_kernels)
     assert [g.token for g in got] == [w.token for w in want]
-    assert asked == [3, 4]
-    for g, w in zip(got[:2], want[:2], strict=True):
-        assert g.logprob == pytest.approx(w.logprob, abs=1e-4)
+    assert asked == [spec.seed for spec in other]
+    for g, w in zip(got, want, strict=True):
+        assert g.logprob == (None if w.logprob is None else pytest.approx(w.logprob, abs=1e-4))
+    best, likeliest = got[-1].top, want[-1].top
+    assert [token for token, _ in best] == [token for token, _ in likeliest]
+    assert [p for _, p in best] == pytest.approx([p for _, p in likeliest], abs=1e-4)
 
 
 @pytest.mark.parametrize("kv", ["none", "int8"])

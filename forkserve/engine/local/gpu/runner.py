@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from forkserve.kernels.tile_attention import Partials
 from forkserve.kernels.tile_plans import Capacity, DevicePlan, TilePlanner
 from forkserve.kernels.tiles import TilePlan
 from forkserve.kernels.write_kv import Guard
-from forkserve.types import GREEDY, SampleSpec, SamplingParams, Work
+from forkserve.types import SampleSpec, Work
 
 __all__ = ["DeviceRows", "GpuRunner"]
 
@@ -248,18 +247,11 @@ class _Step:
 
 
 def _plain(spec: SampleSpec) -> bool:
-    """Whether the device's draw is the request's: temperature alone, nothing filtered."""
+    """Whether the device's draw is the request's: temperature alone, nothing changed or filtered.
+
+    Lists of the likeliest ids are made on the host.
+    """
     params = spec.params
-    if spec.allowed is not None or not isinstance(params.logprobs, bool):
-        return False
-    same: SamplingParams = dataclasses.replace(
-        params,
-        temperature=0.0,
-        seed=None,
-        stop=(),
-        stop_ids=(),
-        ignore_eos=False,
-        logprobs=False,
-        constraint=None,
-    )
-    return same == GREEDY
+    filtered = params.top_k or params.top_p < 1 or params.min_p
+    changed = params.logit_bias or params.counts_tokens
+    return spec.allowed is None and not (filtered or changed or params.top_logprobs)
