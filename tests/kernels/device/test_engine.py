@@ -25,6 +25,7 @@ from tests.engine.rig import Node, Rig, greedy  # noqa: E402
 
 DEVICE = "interpreter" if INTERPRETED else "cuda"
 VOCAB = 320
+CAPS = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}  # low, so that they bite
 Pair = Callable[..., tuple[Rig, Rig]]
 
 
@@ -100,6 +101,9 @@ def session(rig: Rig, steps: int) -> list[Any]:
         ("llama", {}, 3),
         ("qwen3", {"num_hidden_layers": 1}, 2),
         ("gemma3", {"sliding_window": 20, "num_hidden_layers": 2}, 2),
+        ("qwen2", {"num_hidden_layers": 1}, 1),
+        ("mistral", {"sliding_window": 10, "num_hidden_layers": 1}, 1),
+        ("gemma2", {**CAPS, "sliding_window": 20, "num_hidden_layers": 2}, 1),
     ],
 )
 def test_the_same_answers_as_torch(
@@ -194,7 +198,10 @@ def test_sixteen_and_eight_bits(folder: Callable[..., Path], dtype: str) -> None
     close([got], [want], 3e-2)
 
 
-def test_debugging_refuses_to_write_what_is_read(pair: Pair) -> None:
+def test_debugging_refuses_to_write_what_is_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the pass by what works name, and in the kernel by what it does."""
     rig, _ = pair(debug=True, num_hidden_layers=1)
     backend = rig.backend
     trunk = Span("t", [3], 0, 8)
@@ -206,6 +213,22 @@ def test_debugging_refuses_to_write_what_is_read(pair: Pair) -> None:
         backend.execute(Batch([reader, writer]))
     assert backend.read_rows([trunk]) == before
     assert backend.execute(Batch([reader])).results
+    monkeypatch.setattr(backend, "debug", False)  # the kernel's guard alone
+    with pytest.raises(BackendError, match="a kernel wanted to write slot 4 of page 3"):
+        backend.execute(Batch([reader, writer]))
+    runner = backend._runner
+    plan = runner._planner.plan
+
+    def shifted(works: Any) -> Any:
+        plans = plan(works)
+        for each in plans.values():
+            each.slots[:] += 1
+        return plans
+
+    monkeypatch.setattr(runner._planner, "plan", shifted)
+    with pytest.raises(BackendError, match=r"slot 1 of page 5, which no work names"):
+        backend.execute(Batch([reader]))
+    assert backend.read_rows([trunk]) == before
 
 
 def test_limits_are_said(folder: Callable[..., Path], pair: Pair) -> None:
