@@ -176,21 +176,26 @@ class GpuRunner:
     # -- debugging -------------------------------------------------------------------------
 
     def _seal(self, works: Sequence[Work]) -> None:
-        """No work may write a row that a work of its batch reads."""
-        if self._guard is not None:
-            self._guard.sealed.zero_()
-            for work in works:
-                for span in work.context:
-                    rows = span_rows(span, self.kv.page_size)
-                    self._guard.seal(torch.from_numpy(rows))
+        """Of the pool's rows only those may be written that works name, and none that is read."""
+        guard, size = self._guard, self.kv.page_size
+        if guard is None:
+            return
+        guard.sealed.zero_()  # scratch rows stay so
+        guard.sealed[: self.kv.capacity_rows] = 1
+        for work in works:
+            if work.write is not None:
+                guard.seal(torch.from_numpy(span_rows(work.write, size)), False)
+        for work in works:
+            for span in work.context:
+                guard.seal(torch.from_numpy(span_rows(span, size)))
 
     def _refuse(self) -> None:
         row = self._guard.refused() if self._guard is not None else None
         if row is not None:
             page, slot = divmod(row, self.kv.page_size)
             raise BackendError(
-                f"a work wants to write slot {slot} of page {page}, which another work of its "
-                "batch reads; the row was left as it was"
+                f"a kernel wanted to write slot {slot} of page {page}, which no work names, or "
+                "which another work of its batch reads; the row was left as it was"
             )
 
 
