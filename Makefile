@@ -12,7 +12,7 @@ SOURCES := $(wildcard forkserve tests scripts examples benchmarks hatch_build.py
 NATIVE := $(wildcard forkserve/kernels/native/*.cpp forkserve/kernels/native/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types docs bench gpu clean
+.PHONY: help setup demo test lint format types docs bench gpu triton clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -49,6 +49,9 @@ bench: $(STAMP) ## run the benchmarks
 
 gpu: ## GPU kernels: tests and benchmarks, with PYTHON as it is (torch, triton, numpy, rich, pytest)
 	@$(PYTHON) -m benchmarks.gpu
+
+triton: ## tests of the GPU kernels with the oldest torch and Triton, in .venv-triton (gigabytes)
+	@bash scripts/triton_pair.sh $(ARGS)
 
 clean: ## remove build products and caches, not .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

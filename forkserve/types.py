@@ -300,10 +300,14 @@ class Batch:
     """One forward pass.  Row copies happen first, in order; then all works at once.
 
     No work reads rows that another work of the same batch writes.
+
+    standing: page -> how many of its first slots hold rows that no work may write, if the backend
+    asks for it (`debug`).
     """
 
     works: list[Work] = field(default_factory=list)
     copies: list[RowCopy] = field(default_factory=list)
+    standing: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

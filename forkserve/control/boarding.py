@@ -16,6 +16,7 @@ from forkserve.control.task import Task
 from forkserve.control.windows import readable, regain
 from forkserve.errors import BackendError, OutOfPages
 from forkserve.tree.eviction import path_rows, resting
+from forkserve.tree.invariants import standing_rows
 from forkserve.tree.node import Node
 from forkserve.tree.rows import Reservation, fence, missing, reserve, rollback, spans
 from forkserve.tree.runs import goes_on, prolong
@@ -72,6 +73,9 @@ class Boarding:
             if entry.held is not None:
                 flight.pinned += _pages(entry.held.write, core.pool.page_size)
         core.pool.pin(flight.pinned)
+        if getattr(core.backend, "debug", False):
+            begun = [h.segment for e in flight.entries for h in e.reservations() if h.created]
+            flight.batch.standing = standing_rows(core.pool, core.trees.values(), begun)
 
     def _board_or_end(self, flight: Flight, task: Task, tokens: int) -> None:
         """`_board`; what goes wrong with one task ends that task alone."""

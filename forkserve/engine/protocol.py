@@ -46,7 +46,11 @@ class Tokenizer(Protocol):
 
 
 class Backend(Protocol):
-    """Runs batches over paged KV."""
+    """Runs batches over paged KV.
+
+    A backend with a true attribute `debug` gets the rows that stand with every batch
+    (`Batch.standing`) and refuses to write them.
+    """
 
     config: ForkServeConfig
     info: ModelInfo

@@ -7,10 +7,10 @@ users can call `Engine.check`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from forkserve.tree.index import PrefixIndex
-from forkserve.tree.node import Node
+from forkserve.tree.node import Node, Segment
 from forkserve.tree.pool import PagePool
 from forkserve.tree.rows import missing
 from forkserve.tree.tree import ContextTree, committed
@@ -26,6 +26,7 @@ __all__ = [
     "check_rows",
     "check_spine",
     "check_write_safety",
+    "standing_rows",
 ]
 
 
@@ -135,6 +136,27 @@ def check_partition(pool: PagePool) -> None:
         f"{index_only} index-only pages, {pool.index_only} counted"
     )
     assert free + private + shared + index_only == pool.capacity
+
+
+def standing_rows(
+    pool: PagePool, trees: Iterable[ContextTree], begun: Collection[Segment] = ()
+) -> dict[int, int]:
+    """Page -> how many of its first slots hold rows of some table; all of a page in the index.
+
+    begun: segments that have no row yet.  No work may write these slots.
+    """
+    size, skipped = pool.page_size, set(map(id, begun))
+    rows = {page: size for page in range(pool.capacity) if pool.read_only[page]}
+    for tree in trees:
+        for node in [*tree, *tree.dead]:
+            for segment in node.segments:
+                if id(segment) in skipped:
+                    continue
+                for number, page in enumerate(segment.pages):
+                    held = min(size, segment.end - segment.start - number * size)
+                    if held > rows.get(page, 0):
+                        rows[page] = held
+    return rows
 
 
 def check_write_safety(pool: PagePool, tree: ContextTree) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.__main__ import kernel_tests
 from benchmarks.gpu.shapes import AGENTS, FASTTREE, Tree, flat, works_of
 
 torch = pytest.importorskip("torch")
@@ -23,6 +24,7 @@ from pathlib import Path
 import benchmarks.gpu.__main__ as program
 from benchmarks.gpu.attention import Sizes
 from benchmarks.gpu.products import Products
+from benchmarks.gpu.__main__ import kernel_tests
 from benchmarks.gpu.shapes import Tree
 from forkserve.kernels.linear import LinearShape
 from forkserve.kernels.tile_attention import TileShape
@@ -111,6 +113,7 @@ def test_the_whole_of_it_on_a_fake_gpu(tmp_path: Path) -> None:
         assert row["copy_gb_s"] == result["ceiling"]["copy_gb_s"]
     assert [r["shape"] for r in result["shapes"]] == ["default", "16x32 4w2s"] * 2
     assert [r["level_cost"] for r in result["levels"]] == [0, 4096] * 2
+    assert all(r["share"] > 0 for r in result["levels"])
     assert result["left_out"] == []
     assert "kept in" in done.stdout
 
@@ -136,6 +139,27 @@ def test_failing_kernel_tests_fail_the_command(program: Any, tmp_path: Path) -> 
     )
     assert program.main(sizes=nothing, scale=1e-6, results=tmp_path) == 1
     assert json.loads((tmp_path / "fake.json").read_text())["tests"]["summary"] == "1 failed"
+
+
+def test_what_the_time_did_not_suffice_for_is_said(
+    program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A row of each table is finished; the tests are cut at half of the time."""
+    from benchmarks.gpu import attention, products
+
+    tables = ("paged", "trees", "tuning", "levels", "products", "shapes")
+    for name in tables:
+        place = products if name in ("products", "shapes") else attention
+        rows = [{"name": name, "goal": None, "k": 1}] * 3
+        monkeypatch.setattr(place, name, lambda *_, rows=rows: iter(rows))
+    monkeypatch.setattr(program, "LIMIT_S", 0.0)
+    monkeypatch.setattr(program, "kernel_tests", kernel_tests)
+    assert program.main(scale=1e-6, results=tmp_path) == 1
+    result = json.loads((tmp_path / "fake.json").read_text())
+    assert sorted(result["left_out"]) == sorted(f"{name} after 1 rows" for name in tables)
+    assert [len(result[name]) for name in tables] == [1] * 6
+    assert not result["tests"]["passed"]
+    assert result["tests"]["summary"] == "stopped after 0 s"
 
 
 def test_a_gpu_that_cannot_be_used_is_an_error(

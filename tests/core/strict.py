@@ -15,6 +15,8 @@ Slot = tuple[int, int]  # page, row
 class StrictMock(MockBackend):
     """`MockBackend` that asserts what `forkserve.types` promises about a batch."""
 
+    debug = True
+
     def execute(self, batch: Batch) -> BatchResult:
         self._check_copies(batch)
         written: set[Slot] = set()
@@ -22,6 +24,8 @@ class StrictMock(MockBackend):
             self._check_work(work)
             slots = set(self._slots(work.write)) if work.write is not None else set()
             assert not slots & written, f"two works write the rows {sorted(slots & written)}"
+            stand = {(page, row) for page, row in slots if row < batch.standing.get(page, 0)}
+            assert not stand, f"node {work.node} writes the rows {sorted(stand)}, which stand"
             written |= slots
         for work in batch.works:
             for span in work.context:

@@ -86,8 +86,12 @@ def test_a_window_that_hides_nothing_is_planned_as_none() -> None:
     assert sum(task.n_keys for task in short.of(512)) == 507 + 8 * 5  # 512 less four and itself
 
 
-def test_bfloat16() -> None:
-    forest = grow(3, 4, 16, 64)
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("page", [16, 32])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("seed", range(6))
+def test_bfloat16(group: int, page: int, dim: int, seed: int) -> None:
+    forest = grow(seed + 100 * group, group, page, dim)
     forest.kv, forest.q = forest.kv.bfloat16(), forest.q.bfloat16()
     forest.fresh = forest.fresh.bfloat16()
     want = expected(forest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -44,10 +45,19 @@ def check(jobs: list[Job], got: list[Floats], **options: float) -> None:
 # --- against float64 --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
-@pytest.mark.parametrize("page", [16, 32])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("seed", range(2))
+def each_shape(test: Callable[..., None]) -> Callable[..., None]:
+    """Every group of heads, page size and head dimension, over two forests."""
+    for name, values in (
+        ("group", [1, 3, 4, 8]),
+        ("page", [16, 32]),
+        ("dim", [64, 128]),
+        ("seed", range(2)),
+    ):
+        test = pytest.mark.parametrize(name, values)(test)
+    return test
+
+
+@each_shape
 def test_random_forest(group: int, page: int, dim: int, seed: int) -> None:
     jobs = grow(seed + 10 * group, Shape(group, dim))
     check(jobs, run(jobs, Layout(page, seed)))
@@ -98,9 +108,10 @@ def test_large_scores() -> None:
         assert error(rows, expected(job)) < 1e-3
 
 
-def test_bfloat16_rows() -> None:
+@each_shape
+def test_bfloat16_rows(group: int, page: int, dim: int, seed: int) -> None:
     """Equal to float32 attention over rows that were rounded first, bit by bit."""
-    jobs = grow(3, Shape())
+    jobs = grow(seed + 10 * group, Shape(group, dim))
 
     def rounded(x: Floats) -> Floats:
         return from_bf16(to_bf16(x))
@@ -113,8 +124,8 @@ def test_bfloat16_rows() -> None:
             known = nodes.setdefault(node, Node(node.start, rounded(node.k), rounded(node.v)))
             path.append((known, rows))
         coarse.append(replace(job, path=path, k=rounded(job.k), v=rounded(job.v)))
-    got = run(jobs, Layout(bf16=True))
-    assert same(got, run(coarse))
+    got = run(jobs, Layout(page, seed, bf16=True))
+    assert same(got, run(coarse, Layout(page, seed)))
     for job, rows in zip(jobs, got, strict=True):
         assert error(rows, expected(job)) < 1e-2
 
@@ -184,6 +195,13 @@ def test_bfloat16_rows_do_not_depend_on_anything(number: int) -> None:
     assert same([run([job], Layout(32, 5, bf16=True))[0] for job in jobs], whole)
     for isa in supported():
         assert same(run(jobs, Layout(16, 6, bf16=True), isa=isa, threads=1), whole)
+
+
+@each_shape
+def test_paired_over_the_whole_grid(group: int, page: int, dim: int, seed: int) -> None:
+    jobs = grow(seed + 10 * group, Shape(group, dim))
+    for job, rows in zip(jobs, run(jobs, paired(page, seed)), strict=True):
+        assert error(rows, expected(job)) < 1e-2
 
 
 def paired(page: int = 16, seed: int = 0) -> Layout:

@@ -18,6 +18,7 @@ from forkserve.engine.local.forked import torch_threads
 from forkserve.engine.local.gate import Gate
 from forkserve.engine.local.portable import identity
 from forkserve.engine.local.runner import Floats, Ints, Runner, Setup, make_runner
+from forkserve.engine.local.writes import refuse_writes
 from forkserve.engine.protocol import Tokenizer
 from forkserve.engine.sampling import logprobs, sample
 from forkserve.errors import BackendError, ConfigError, ModelError
@@ -37,9 +38,10 @@ class LocalBackend:
     kernels: "native", "torch", or "auto", which takes the native ones where they were built and
     fit; `info.extra` says what was taken and why.  threads: None leaves torch's own number.
     device: "cuda" or "cuda:1" runs on a GPU, on Triton kernels (docs/kernels.md).  kv: "int8" or
-    "fp8" keeps KV rows in 8 bits there.  debug: refuse to write rows that the same batch reads
-    (GPU; slower).  Raises `ModelError` for weights that are missing, corrupt or unsupported,
-    `ConfigError` for a device that is not there.
+    "fp8" keeps KV rows in 8 bits there.  debug: refuse to write rows that the page pool says stand,
+    or that the same batch reads, and on a GPU any row but those that works name (slower).
+    Raises `ModelError` for weights that are missing, corrupt or unsupported, `ConfigError` for a
+    device that is not there.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class LocalBackend:
             raise ConfigError(f"threads={threads} is out of range; give at least 1")
         threads = torch_threads(threads)
         self.config = config
+        self.debug = debug
         self.clock: Clock = SystemClock()
         source = open_checkpoint(model)
         try:
@@ -117,6 +120,8 @@ class LocalBackend:
         """Do the copies, then one forward pass over all works."""
         begin = self.clock.now_ms()
         torch_threads()
+        if self.debug:
+            refuse_writes(batch, self.config.page_size)
         with self._gate:
             targets = [Span("", [c.dst_page], 0, c.rows) for c in batch.copies]
             self._kv.take([*targets, *(work.write for work in batch.works if work.write)])

@@ -65,7 +65,7 @@ class Setup:
     """What a runner is made for.  context: positions; scratch_rows: replayed rows of a batch.
 
     device: "cpu", "cuda", "cuda:1".  kv: 8-bit format of KV rows, or "none" for the variant's own.
-    debug: refuse writes to rows that the batch reads (GPU).
+    debug: on a GPU, refuse to write any row of the pool but those that works name.
     """
 
     variant: str

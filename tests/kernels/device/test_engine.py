@@ -25,6 +25,7 @@ from tests.engine.rig import Node, Rig, greedy  # noqa: E402
 
 DEVICE = "interpreter" if INTERPRETED else "cuda"
 VOCAB = 320
+CAPS = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}  # low, so that they bite
 Pair = Callable[..., tuple[Rig, Rig]]
 
 
@@ -100,6 +101,9 @@ def session(rig: Rig, steps: int) -> list[Any]:
         ("llama", {}, 3),
         ("qwen3", {"num_hidden_layers": 1}, 2),
         ("gemma3", {"sliding_window": 20, "num_hidden_layers": 2}, 2),
+        ("qwen2", {"num_hidden_layers": 1}, 1),
+        ("mistral", {"sliding_window": 10, "num_hidden_layers": 1}, 1),
+        ("gemma2", {**CAPS, "sliding_window": 20, "num_hidden_layers": 2}, 1),
     ],
 )
 def test_the_same_answers_as_torch(
@@ -130,16 +134,28 @@ def test_eight_bit_rows(pair: Pair, kv: str, tolerance: float) -> None:
 def test_draws_without_the_host(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain requests are drawn on the device, the rest by the engine's sampler: equal tokens."""
     on_kernels, on_torch = pair(num_hidden_layers=1)
-    specs = [
+    counted = {"seen": np.array([1, 2], np.int32), "counts": np.array([2, 0], np.int32)}
+    hot: dict[str, Any] = {"temperature": 1.3}
+    plain = [
         SampleSpec(SamplingParams(logprobs=True), 1, 4, 0, 0),
-        SampleSpec(SamplingParams(temperature=1.3, logprobs=True, stop=("x",)), 2, 5, 0, 0),
-        SampleSpec(SamplingParams(temperature=1.3, top_k=3), 3, 6, 0, 0),
-        SampleSpec(SamplingParams(), 4, 7, 0, 0, allowed=[11, 12]),
+        SampleSpec(SamplingParams(**hot, logprobs=True, stop=("x",)), 2, 5, 0, 0),
+        SampleSpec(SamplingParams(**hot, stop_ids=(3,), ignore_eos=True, seed=9), 9, 4, 0, 0),
+    ]
+    other = [
+        SampleSpec(SamplingParams(), 11, 7, 0, 0, allowed=[11, 12]),
+        SampleSpec(SamplingParams(**hot, top_k=3), 12, 6, 0, 0),
+        SampleSpec(SamplingParams(**hot, top_p=0.4), 13, 6, 0, 0),
+        SampleSpec(SamplingParams(**hot, min_p=0.3), 14, 6, 0, 0),
+        SampleSpec(SamplingParams(logit_bias={7: 100.0}), 15, 6, 0, 0),
+        SampleSpec(SamplingParams(**hot, repetition_penalty=3.0), 16, 6, 0, 0, **counted),
+        SampleSpec(SamplingParams(**hot, presence_penalty=2.0), 17, 6, 0, 0, **counted),
+        SampleSpec(SamplingParams(**hot, frequency_penalty=2.0), 18, 6, 0, 0, **counted),
+        SampleSpec(SamplingParams(logprobs=True, top_logprobs=4), 19, 6, 0, 0),
     ]
 
     def answers(rig: Rig) -> list[Any]:
-        works = [rig.work(rig.root(), ids(4, i), sample=s) for i, s in enumerate(specs)]
-        return rig.run(*works)
+        specs = enumerate([*plain, *other])
+        return rig.run(*(rig.work(rig.root(), ids(4, i), sample=s) for i, s in specs))
 
     want = answers(on_torch)
     asked: list[int] = []
@@ -147,9 +163,12 @@ def test_draws_without_the_host(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(backends, "sample", lambda *a: asked.append(a[1].seed) or real(*a))
     got = answers(on_kernels)
     assert [g.token for g in got] == [w.token for w in want]
-    assert asked == [3, 4]
-    for g, w in zip(got[:2], want[:2], strict=True):
-        assert g.logprob == pytest.approx(w.logprob, abs=1e-4)
+    assert asked == [spec.seed for spec in other]
+    for g, w in zip(got, want, strict=True):
+        assert g.logprob == (None if w.logprob is None else pytest.approx(w.logprob, abs=1e-4))
+    best, likeliest = got[-1].top, want[-1].top
+    assert [token for token, _ in best] == [token for token, _ in likeliest]
+    assert [p for _, p in best] == pytest.approx([p for _, p in likeliest], abs=1e-4)
 
 
 @pytest.mark.parametrize("kv", ["none", "int8"])
@@ -179,7 +198,10 @@ def test_sixteen_and_eight_bits(folder: Callable[..., Path], dtype: str) -> None
     close([got], [want], 3e-2)
 
 
-def test_debugging_refuses_to_write_what_is_read(pair: Pair) -> None:
+def test_debugging_refuses_to_write_what_is_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the pass by what works name, and in the kernel by what it does."""
     rig, _ = pair(debug=True, num_hidden_layers=1)
     backend = rig.backend
     trunk = Span("t", [3], 0, 8)
@@ -191,6 +213,22 @@ def test_debugging_refuses_to_write_what_is_read(pair: Pair) -> None:
         backend.execute(Batch([reader, writer]))
     assert backend.read_rows([trunk]) == before
     assert backend.execute(Batch([reader])).results
+    monkeypatch.setattr(backend, "debug", False)  # the kernel's guard alone
+    with pytest.raises(BackendError, match="a kernel wanted to write slot 4 of page 3"):
+        backend.execute(Batch([reader, writer]))
+    runner = backend._runner
+    plan = runner._planner.plan
+
+    def shifted(works: Any) -> Any:
+        plans = plan(works)
+        for each in plans.values():
+            each.slots[:] += 1
+        return plans
+
+    monkeypatch.setattr(runner._planner, "plan", shifted)
+    with pytest.raises(BackendError, match=r"slot 1 of page 5, which no work names"):
+        backend.execute(Batch([reader]))
+    assert backend.read_rows([trunk]) == before
 
 
 def test_limits_are_said(folder: Callable[..., Path], pair: Pair) -> None:

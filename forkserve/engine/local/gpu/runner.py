@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from forkserve.kernels.tile_attention import Partials
 from forkserve.kernels.tile_plans import Capacity, DevicePlan, TilePlanner
 from forkserve.kernels.tiles import TilePlan
 from forkserve.kernels.write_kv import Guard
-from forkserve.types import GREEDY, SampleSpec, SamplingParams, Work
+from forkserve.types import SampleSpec, Work
 
 __all__ = ["DeviceRows", "GpuRunner"]
 
@@ -177,21 +176,26 @@ class GpuRunner:
     # -- debugging -------------------------------------------------------------------------
 
     def _seal(self, works: Sequence[Work]) -> None:
-        """No work may write a row that a work of its batch reads."""
-        if self._guard is not None:
-            self._guard.sealed.zero_()
-            for work in works:
-                for span in work.context:
-                    rows = span_rows(span, self.kv.page_size)
-                    self._guard.seal(torch.from_numpy(rows))
+        """Of the pool's rows only those may be written that works name, and none that is read."""
+        guard, size = self._guard, self.kv.page_size
+        if guard is None:
+            return
+        guard.sealed.zero_()  # scratch rows stay so
+        guard.sealed[: self.kv.capacity_rows] = 1
+        for work in works:
+            if work.write is not None:
+                guard.seal(torch.from_numpy(span_rows(work.write, size)), False)
+        for work in works:
+            for span in work.context:
+                guard.seal(torch.from_numpy(span_rows(span, size)))
 
     def _refuse(self) -> None:
         row = self._guard.refused() if self._guard is not None else None
         if row is not None:
             page, slot = divmod(row, self.kv.page_size)
             raise BackendError(
-                f"a work wants to write slot {slot} of page {page}, which another work of its "
-                "batch reads; the row was left as it was"
+                f"a kernel wanted to write slot {slot} of page {page}, which no work names, or "
+                "which another work of its batch reads; the row was left as it was"
             )
 
 
@@ -248,18 +252,11 @@ class _Step:
 
 
 def _plain(spec: SampleSpec) -> bool:
-    """Whether the device's draw is the request's: temperature alone, nothing filtered."""
+    """Whether the device's draw is the request's: temperature alone, nothing changed or filtered.
+
+    Lists of the likeliest ids are made on the host.
+    """
     params = spec.params
-    if spec.allowed is not None or not isinstance(params.logprobs, bool):
-        return False
-    same: SamplingParams = dataclasses.replace(
-        params,
-        temperature=0.0,
-        seed=None,
-        stop=(),
-        stop_ids=(),
-        ignore_eos=False,
-        logprobs=False,
-        constraint=None,
-    )
-    return same == GREEDY
+    filtered = params.top_k or params.top_p < 1 or params.min_p
+    changed = params.logit_bias or params.counts_tokens
+    return spec.allowed is None and not (filtered or changed or params.top_logprobs)
