@@ -1,4 +1,4 @@
-"""A real model, killed after each token: another process goes on with the same logits, bit for bit."""
+"""SmolLM2, killed after each token: another process goes on with the same logits, bit for bit."""
 
 from __future__ import annotations
 
