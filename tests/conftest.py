@@ -18,6 +18,12 @@ for _name in [name for name in os.environ if name.startswith("FORKSERVE_")]:
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests.strict import (  # noqa: E402, F401
+    pytest_addoption,
+    pytest_make_collect_report,
+    pytest_runtest_makereport,
+    pytest_sessionfinish,
+)
 from tests.weights import read_once  # noqa: E402
 
 # Timings vary on shared machines, so no deadline.  `ci` draws the same examples on every run;

@@ -19,7 +19,6 @@ from forkserve.errors import StoreError
 from forkserve.store import schema
 from forkserve.store.catalog import Catalog, CatalogFault
 from forkserve.store.chunks import Header, build
-from forkserve.store.collect import collect
 from forkserve.store.identity import Link, fingerprint
 from forkserve.store.rebuild import rebuild, verify
 from forkserve.store.vault import Vault
@@ -352,7 +351,7 @@ def test_rebuild_sets_damage_aside_and_strikes_rows_without_files(tmp_path: Path
     v.catalog.close()
 
 
-# -------------------------------------------------------------------- speed and company
+# -------------------------------------------------------------------- company
 
 
 def test_a_wedged_writer_gives_a_typed_error(tmp_path: Path) -> None:
@@ -365,40 +364,3 @@ def test_a_wedged_writer_gives_a_typed_error(tmp_path: Path) -> None:
     assert one.setting("x") == "y"
     one.close()
     other.close()
-
-
-def crowd(folder: Path, number: int) -> None:
-    """One of eight processes: publishes its own and everybody's chains, looks up, collects."""
-    v = vault(folder)
-    while not (folder / "go").exists():
-        time.sleep(0.001)
-    for turn in range(12):
-        links = chain([number, turn, *range(10)])
-        v.put(PRINT, links, rows)
-        assert good(v, links) == 3
-        v.put(PRINT, chain([99, turn, *range(10)]), rows)
-        v.catalog.touch(f.chunk for f in v.catalog.lookup(PRINT, links))
-        if turn % 4 == 3:
-            collect(v, grace_s=3600)
-    v.catalog.close()
-
-
-def test_eight_processes_lose_no_row_and_meet_no_lock(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from store.test_catalog import crowd\n"
-    code += "crowd(Path(sys.argv[1]), int(sys.argv[2]))"
-    here = Path(__file__).parents[1]
-    env = {**os.environ, "PYTHONPATH": f"{here}:{here.parent}"}
-    children = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(n)], env=env)
-        for n in range(8)
-    ]
-    (tmp_path / "go").touch()  # some are still starting: the catalog is made by several at once
-    assert [child.wait(120) for child in children] == [0] * 8
-    v = vault(tmp_path)
-    for number in [*range(8), 99]:
-        for turn in range(12):
-            assert good(v, chain([number, turn, *range(10)])) == 3
-    report = verify(v)
-    assert report.clean
-    assert report.orphans == 0
-    v.catalog.close()

@@ -171,7 +171,7 @@ def test_a_name_that_came_while_the_bundle_was_read_is_not_passed_over(tmp_path:
 
 
 def charged(store: Store, tenant: str = "acme") -> float:
-    """The sum that docs/store.md shows."""
+    """The sum that docs/sql.md shows."""
     return float(
         store.catalog.read(
             "SELECT coalesce(sum(charged), 0) FROM"

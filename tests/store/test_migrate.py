@@ -1,4 +1,4 @@
-"""A database that version 1 wrote: migrated, killed while it is, and what a newer one gets."""
+"""Databases of older versions of the schema: migrated, killed while they are, and newer ones."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ from forkserve.store.rebuild import verify
 
 from .engines import cold, engine
 
-DATA = Path(__file__).parent / "data" / "v1"
+DATA = Path(__file__).parent / "data"
+PINNED = sorted(int(path.name[1:]) for path in DATA.glob("v*"))
+OLD = [version for version in PINNED if version < schema.VERSION]
 
 
-def old_store(folder: Path) -> Path:
-    """A store as ForkServe 0.1.0 left it: a session, a named state, one chunk."""
+def old_store(folder: Path, version: int = 1) -> Path:
+    """A store as the code of that schema left it: a session, a named state, one chunk.
+
+    From 2 on with what 1 did not know: a chunk that a further place is to get, a tool's output, a
+    scrub, a move to memory (in 3 with its worth).
+    """
     folder.mkdir(parents=True)
     db = sqlite3.connect(folder / "catalog.db")
-    db.executescript((DATA / "catalog.sql").read_text())
+    db.executescript((DATA / f"v{version}" / "catalog.sql").read_text())
     db.execute(f"PRAGMA application_id = {schema.APPLICATION_ID}")
-    db.execute("PRAGMA user_version = 1")
+    db.execute(f"PRAGMA user_version = {version}")
     db.execute("PRAGMA journal_mode = WAL")
     db.close()
     shutil.copytree(DATA / "chunks", folder / "chunks")
@@ -41,8 +47,25 @@ def version(folder: Path) -> int:
     return found
 
 
+def counts(folder: Path) -> dict[str, list[tuple[object, ...]]]:
+    """What is stored beside the session."""
+    asked = {
+        "tools": "SELECT tool, hex(ids) FROM tool_output",
+        "waiting": "SELECT content, place, tries, error FROM outbox",
+        "hashed": "SELECT content, verified_at FROM replica",
+        "worth": "SELECT verdict, reason, worth, against FROM decision WHERE what = 'move'",
+        "events": "SELECT kind, count(*) FROM event GROUP BY kind ORDER BY kind",
+        "totals": "SELECT substr(name, 7), value FROM counter ORDER BY name",
+        "meter": "SELECT tenant, name, value FROM meter ORDER BY name",
+    }
+    db = sqlite3.connect(folder / "catalog.db")
+    found = {what: db.execute(sql).fetchall() for what, sql in asked.items()}
+    db.close()
+    return found
+
+
 def goes_on(folder: Path) -> None:
-    """Everything that version 1 wrote is there and usable."""
+    """Everything that the old version wrote is there and usable."""
     with Store(folder, restore="always") as store:
         assert verify(store.vault).clean
         eng = engine(store)
@@ -53,22 +76,39 @@ def goes_on(folder: Path) -> None:
         assert eng.generate("old", 3) == cold(text, 3)
         assert eng.tokens(eng.restore("kept").id) == text[:306]
         assert eng._core.experience["old"].pause_ms("bash") == 12.5
-        assert store.catalog.read("SELECT value FROM counter WHERE name = 'event_failed'") == [(1,)]
+        failed = store.catalog.read("SELECT count(*) FROM event WHERE kind = 'failed'")
+        assert failed[0][0] >= 1
+        assert failed == store.catalog.read("SELECT value FROM counter WHERE name = 'event_failed'")
         eng.shutdown()
 
 
-def test_version_1_is_migrated_and_loses_nothing(tmp_path: Path) -> None:
-    folder = old_store(tmp_path / "s")
+@pytest.mark.parametrize("old", OLD)
+def test_an_older_version_is_migrated_and_loses_nothing(tmp_path: Path, old: int) -> None:
+    folder = old_store(tmp_path / "s", old)
     with pytest.raises(StoreError, match="open it once for writing"):
         Catalog(folder, "reader")
-    assert version(folder) == 1
-    goes_on(folder)
+    assert version(folder) == old
+    before = counts(folder) if old > 2 else None  # those before lack what is asked for
+    Catalog(folder, "shared").close()
     assert version(folder) == schema.VERSION
+    after = counts(folder)
+    assert before in (None, after)
+    assert after["events"] == after["totals"]
+    assert {value for _, _, value in after["meter"]} == {306.0 if old == 1 else 306.25}
+    assert [place for _, place, *_ in after["waiting"]] == (["object"] if old > 1 else [])
+    assert after["tools"] == ([("bash", "090000000800000007000000")] if old > 1 else [])
+    goes_on(folder)
     goes_on(folder)
 
 
-def test_a_migrated_schema_is_the_one_of_a_new_store(tmp_path: Path) -> None:
-    Catalog(old_store(tmp_path / "old")).close()
+def test_there_is_a_fixture_of_every_version() -> None:
+    """Whoever adds version N pins what N - 1 wrote: run its code, then `Connection.iterdump`."""
+    assert [*range(1, schema.VERSION)] == OLD
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_a_migrated_schema_is_the_one_of_a_new_store(tmp_path: Path, old: int) -> None:
+    Catalog(old_store(tmp_path / "old", old)).close()
     Catalog(tmp_path, "shared").close()
 
     def objects(folder: Path) -> list[tuple[str, ...]]:
