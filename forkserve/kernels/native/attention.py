@@ -72,17 +72,11 @@ class _Spans(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Flat tables of a batch; `spans` points into `arrays`.  runs: the spans that they stand for."""
+    """Flat tables of a batch; `spans` points into `arrays`.  runs: what they were made from."""
 
     spans: Any
     arrays: list[Ints]
     runs: list[Span]
-
-    @classmethod
-    def of(cls, arrays: list[Ints], runs: list[Span]) -> Tables:
-        """arrays: in the order of attention.h."""
-        sizes = (arrays[0].size, arrays[4].size, len(runs), arrays[-1].size)
-        return cls(_Spans(*sizes, *(array.ctypes.data for array in arrays)), arrays, runs)
 
 
 def gather(works: Sequence[Work], page_size: int, window: int = 0) -> Tables:
@@ -128,7 +122,9 @@ def gather(works: Sequence[Work], page_size: int, window: int = 0) -> Tables:
         first,
         pages,
     )
-    return Tables.of([np.array(values, dtype=np.int32) for values in lists], runs)
+    arrays = [np.array(values, dtype=np.int32) for values in lists]
+    sizes = (len(works), arrays[4].size, len(runs), len(pages))
+    return Tables(_Spans(*sizes, *(array.ctypes.data for array in arrays)), arrays, runs)
 
 
 class AttentionPlan:

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from operator import is_
 
 import numpy as np
-import numpy.typing as npt
 
 from forkserve.kernels.native.attention import Tables, gather
 from forkserve.types import Span, Work
 
 __all__ = ["TablePlanner"]
-
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -32,6 +29,7 @@ class _Branch:
     offset: int
     rows: int  # of its own run in the context
     pages: Sequence[int]  # of these and the fresh row
+    run: int  # its number
 
 
 class TablePlanner:
@@ -40,7 +38,10 @@ class TablePlanner:
     def __init__(self, page_size: int, window: int = 0) -> None:
         """window: see `gather`."""
         self._size, self._window = page_size, window
+        self._tables = gather([], page_size)
         self._branches: list[_Branch] = []
+        self._uses = self._tables.arrays[4]  # of each branch: where its own run is used
+        self._writes = 0  # the first run that takes fresh rows
         # Pages of the runs that do not grow: as spans hold them, and as they were gathered.
         self._held: list[Sequence[int]] = []
         self._copies: list[Sequence[int]] = []
@@ -61,39 +62,40 @@ class TablePlanner:
     def _remember(self, works: Sequence[Work]) -> None:
         """Keep what must stay equal for the tables to be grown; nothing if they cannot be."""
         for work in works:
-            if len(work.tokens) != 1 or work.write is None:
+            if len(work.tokens) != 1 or work.write is None or not work.context:
                 return
-            if not work.context or not work.context[-1].length:
+            if not work.context[-1].length:
                 return
         arrays, runs = self._tables.arrays, self._tables.runs
         _, _, use_end, _, use_run, use_length, run_start, *_ = arrays
         first = np.concatenate([[0], use_end[:-1]])
         if run_start[use_run[first]].any():
             return  # more of the window may be gone a row later
-        self._uses = use_end.astype(np.int64) - 1
-        self._runs = use_run[self._uses].astype(np.int64)
+        self._uses = use_end - 1
+        owned = use_run[self._uses]
+        numbers = owned.tolist()
         longest = np.zeros(len(runs), np.int32)
         np.maximum.at(longest, use_run, use_length)
-        if np.unique(self._runs).size < len(works):
-            return
-        if (longest[self._runs] != use_length[self._uses]).any():
-            return  # somebody reads rows of a branch that it has not
+        if len(set(numbers)) < len(works) or (longest[owned] != use_length[self._uses]).any():
+            return  # somebody else reads rows of a run that are not those of its branch
         branches = []
-        for work, number in zip(works, self._runs.tolist(), strict=True):
+        for work, number in zip(works, numbers, strict=True):
             own, write, known = work.context[-1], work.write, runs[number]
             assert write is not None
             end = own.offset + own.length
-            if write.offset != end or (known is not own and known != own):
+            if (write.start, write.offset, write.length) != (work.start, end, 1):
                 return
-            pages = write.pages[: end // self._size + 1]
-            used = -(-end // self._size)
+            if own.start + own.length != work.start or (known is not own and known != own):
+                return
+            pages, used = write.pages[: end // self._size + 1], -(-end // self._size)
+            if len(pages) <= end // self._size:
+                return
             if own.pages is not write.pages and own.pages[:used] != pages[:used]:
                 return
-            branches.append(
-                _Branch(work.context[:-1], own.key, own.start, own.offset, own.length, pages)
-            )
-        grows = set(self._runs.tolist())
-        context = runs[: len(runs) - len(works)]
+            place = own.start, own.offset, own.length
+            branches.append(_Branch(work.context[:-1], own.key, *place, pages, number))
+        self._writes = len(runs) - len(works)
+        grows, context = set(numbers), runs[: self._writes]
         self._held = [run.pages for i, run in enumerate(context) if i not in grows]
         self._copies = [pages[:] for pages in self._held]
         self._branches = branches
@@ -101,20 +103,17 @@ class TablePlanner:
     def _grow(self, works: Sequence[Work]) -> bool:
         """Whether `works` are those of the tables, a row further each; then these are grown.
 
-        The spans above a branch must hold the very same lists of pages: to compare others would take
-        as long as to gather them.  What the lists say is compared, for it may have changed.
+        The spans above a branch must hold the very same lists of pages: to compare others would
+        take as long as to gather them.  What the lists say is compared, for it may have changed.
         """
         if len(works) != len(self._branches) or self._held != self._copies:
             return False
         size = self._size
         tables: list[Sequence[int]] = []
-        for work, branch in zip(works, self._branches, strict=True):
+        more: list[tuple[int, int]] = []
+        for number, (work, branch) in enumerate(zip(works, self._branches, strict=True)):
             write, context, above = work.write, work.context, branch.above
-            if (
-                write is None
-                or len(work.tokens) != 1
-                or len(context) != len(above) + 1
-            ):
+            if write is None or len(work.tokens) != 1 or len(context) != len(above) + 1:
                 return False
             if not all(map(is_, context, above)):
                 if not all(map(_alike, context, above)):
@@ -133,42 +132,45 @@ class TablePlanner:
                 or write.length != 1
             ):
                 return False
-            pages, before = write.pages[: end // size + 1], branch.pages
-            if pages != before and (end % size or pages[:-1] != before):
+            pages, used = write.pages[: end // size + 1], -(-end // size)
+            if (pages if end % size else pages[:-1]) != branch.pages:
                 return False
-            used = -(-end // size)
             if own.pages is not write.pages and own.pages[:used] != pages[:used]:
                 return False
             tables.append(pages)
-        for branch, pages in zip(self._branches, tables, strict=True):
+            if end % size == 0:  # the fresh row is the first of its page
+                more.append((self._writes + number, pages[-1]))
+            if (end - 1) % size == 0:  # the one before was, and is of the context now
+                more.append((branch.run, pages[used - 1]))
+        branches, self._branches = self._branches, []  # nothing to grow, should this fail
+        for branch, pages in zip(branches, tables, strict=True):
             branch.rows += 1
             branch.pages = pages
-        self._extend()
+        self._extend(more)
+        self._branches = branches
         return True
 
-    def _extend(self) -> None:
-        """Put one more row of every branch into the tables."""
-        works, branches = len(self._branches), self._branches
-        arrays, size = self._tables.arrays, self._size
+    def _extend(self, more: list[tuple[int, int]]) -> None:
+        """Put one more row of every branch into the tables.  more: runs that take on a page."""
+        arrays = self._tables.arrays
         _, start, _, _, _, use_length, run_start, run_offset, run_page, pages = arrays
-        writes = len(run_start) - works  # the first run that takes fresh rows
         start += 1
         use_length[self._uses] += 1
-        run_start[writes:] += 1
-        run_offset[writes:] += 1
-        # The row written before may be the first of its page in the context, the fresh one too.
-        end = run_offset[writes:]
-        read, written = (end - 1) % size == 0, end % size == 0
-        grown = np.concatenate([self._runs[read], writes + np.flatnonzero(written)])
-        if not grown.size:
+        run_start[self._writes :] += 1
+        run_offset[self._writes :] += 1
+        if not more:
             return
-        values = [branches[i].pages[(end[i] - 1) // size] for i in np.flatnonzero(read)]
-        values += [branches[i].pages[-1] for i in np.flatnonzero(written)]
-        arrays[-1] = np.insert(pages, run_page[grown + 1], np.array(values, np.int32))
-        more = np.zeros(len(run_start), np.int32)
-        more[grown] = 1
-        run_page[1:] += np.cumsum(more, dtype=np.int32)
-        self._tables = Tables.of(arrays, self._tables.runs)
+        more.sort()
+        runs, values = np.array(more).T
+        counts = np.zeros(run_page.size, np.int32)
+        counts[runs + 1] = 1
+        run_page += np.cumsum(counts, dtype=np.int32)
+        fresh = np.zeros(pages.size + len(more), np.bool_)
+        fresh[run_page[runs + 1] - 1] = True
+        longer = np.empty(fresh.size, np.int32)
+        longer[fresh], longer[~fresh] = values, pages
+        arrays[-1], spans = longer, self._tables.spans
+        spans.n_pages, spans.pages = longer.size, longer.ctypes.data
 
 
 def _alike(span: Span, other: Span) -> bool:
