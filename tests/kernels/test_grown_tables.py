@@ -169,6 +169,11 @@ CHANGES: dict[str, Callable[[], list[Work]]] = {
     "its own run on other pages": lambda: rewritten(own(step(5), pages=MOVED), pages=MOVED),
     "its own rows on other pages": lambda: own(step(5), pages=MOVED),
     "fresh rows on another page": lambda: rewritten(step(5), pages=MOVED),
+    "its own run from another position on": lambda: own(step(5), start=11),
+    "its own run in other slots": lambda: own(step(5), offset=1),
+    "a work from another position on": lambda: rewritten(changed(step(5), start=16), start=16),
+    "fresh rows at another position": lambda: rewritten(step(5), start=16),
+    "two tokens for one row": lambda: changed(step(5), tokens=[0, 0]),
     "a write span of two rows": lambda: rewritten(step(5), length=2),
     "fresh rows elsewhere": lambda: rewritten(step(5), offset=11),
 }
@@ -227,6 +232,23 @@ def test_a_run_that_another_work_reads_further_never_grows() -> None:
     assert planner.grown == 0
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda: rewritten(step(3), length=2),
+        lambda: rewritten(step(3), start=15),
+        lambda: rewritten(step(3), offset=6),
+        lambda: [*step(3), step(3)[0]],
+    ],
+)
+def test_nothing_grows_out_of_works_that_do_not_fit(odd: Callable[[], list[Work]]) -> None:
+    planner, works = TablePlanner(4), odd()
+    planner.tables(works)
+    after = [*step(4), *step(4)[: len(works) - 3]]
+    same(planner.tables(after), after, 4)
+    assert planner.grown == 0
+
+
 @pytest.mark.parametrize("at", [6, 7])
 def test_lists_that_lack_the_page_of_the_fresh_row(at: int) -> None:
     """C++ refuses these; no page of before may stand in for it."""
@@ -261,7 +283,7 @@ def test_nothing_grows_out_of_tables_that_grew_by_half(monkeypatch: pytest.Monke
         patch.setattr(np, "cumsum", none)
         with pytest.raises(MemoryError):
             planner.tables(step(4))
-    for works in (step(4), step(5), step(4)):
+    for works in (step(5), step(6), step(5)):
         same(planner.tables(works), works, 4)
     assert (planner.made, planner.grown) == (3, 1)
 

@@ -67,17 +67,14 @@ class TablePlanner:
             if not work.context[-1].length:
                 return
         arrays, runs = self._tables.arrays, self._tables.runs
-        _, _, use_end, _, use_run, use_length, run_start, *_ = arrays
+        _, _, use_end, _, use_run, _, run_start, *_ = arrays
         first = np.concatenate([[0], use_end[:-1]])
         if run_start[use_run[first]].any():
             return  # more of the window may be gone a row later
         self._uses = use_end - 1
-        owned = use_run[self._uses]
-        numbers = owned.tolist()
-        longest = np.zeros(len(runs), np.int32)
-        np.maximum.at(longest, use_run, use_length)
-        if len(set(numbers)) < len(works) or (longest[owned] != use_length[self._uses]).any():
-            return  # somebody else reads rows of a run that are not those of its branch
+        numbers = use_run[self._uses].tolist()
+        if len(set(numbers)) < len(works):
+            return
         branches = []
         for work, number in zip(works, numbers, strict=True):
             own, write, known = work.context[-1], work.write, runs[number]
@@ -86,7 +83,7 @@ class TablePlanner:
             if (write.start, write.offset, write.length) != (work.start, end, 1):
                 return
             if own.start + own.length != work.start or (known is not own and known != own):
-                return
+                return  # known: who reads most of its run must not read more than the branch has
             pages, used = write.pages[: end // self._size + 1], -(-end // self._size)
             if len(pages) <= end // self._size:
                 return
