@@ -17,6 +17,7 @@ from forkserve.errors import BackendError
 from forkserve.kernels.native import attention, library
 from forkserve.kernels.native.attention import AttentionPlan, Pool
 from forkserve.kernels.native.forward import Forward, LayerWeights, Shape
+from forkserve.kernels.native.grown_tables import TablePlanner
 from forkserve.kernels.native.linear import PackedLinear, pack
 from forkserve.types import RowCopy, Span, Work
 
@@ -65,7 +66,7 @@ class NativeRunner:
         }
         self._distinct = list(plans.values())
         self._plans = [plans[window] for window in spec.windows]
-        self._window = spec.window
+        self._tables = TablePlanner(setup.page_size, spec.window)
         self._buffer = np.empty((0, spec.vocab), np.float32)
 
     def run(
@@ -77,7 +78,7 @@ class NativeRunner:
         end = max(work.start + len(work.tokens) for work in works)
         for turns in self._turns:
             turns.reach(end)
-        tables = attention.gather(works, self.kv.page_size, self._window)
+        tables = self._tables.tables(works)
         for plan in self._distinct:
             plan.build(tables)
         rows = np.array(wanted, np.int32)

@@ -6,7 +6,6 @@ The structures mirror attention.h and kv.h.
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,6 +19,7 @@ from forkserve.types import RowCopy, Span, Work
 
 __all__ = ["AttentionPlan", "Pool", "Tables", "copy_rows", "gather", "read_rows", "write_rows"]
 
+Ints = npt.NDArray[np.int32]
 _POINTER = ctypes.c_void_p
 _GONE = "gone"  # key of slots that stand for rows out of every window
 _ERRORS = {
@@ -73,10 +73,11 @@ class _Spans(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Flat tables of a batch; `spans` points into `arrays`."""
+    """Flat tables of a batch; `spans` points into `arrays`.  runs: what they were made from."""
 
     spans: Any
-    arrays: list[array[int]]
+    arrays: list[Ints]
+    runs: list[Span]
 
 
 def gather(works: Sequence[Work], page_size: int, window: int = 0) -> Tables:
@@ -113,7 +114,7 @@ def gather(works: Sequence[Work], page_size: int, window: int = 0) -> Tables:
     lists = (
         [len(work.tokens) for work in works],
         [work.start for work in works],
-        accumulate(len(spans) for spans in context),
+        list(accumulate(len(spans) for spans in context)),
         write,
         [number[span.key] for spans in context for span in spans],
         [span.length for spans in context for span in spans],
@@ -122,9 +123,9 @@ def gather(works: Sequence[Work], page_size: int, window: int = 0) -> Tables:
         first,
         pages,
     )
-    arrays = [array("i", values) for values in lists]  # quicker than numpy's for a few numbers
-    sizes = (len(works), len(arrays[4]), len(runs), len(pages))
-    return Tables(_Spans(*sizes, *(table.buffer_info()[0] for table in arrays)), arrays)
+    arrays = [np.array(values, dtype=np.int32) for values in lists]
+    sizes = (len(works), arrays[4].size, len(runs), len(pages))
+    return Tables(_Spans(*sizes, *(array.ctypes.data for array in arrays)), arrays, runs)
 
 
 class AttentionPlan:
