@@ -28,7 +28,10 @@ from forkserve.kernels.native.attention import AttentionPlan
 from forkserve.kernels.native.forward import PHASES, Forward
 from forkserve.types import SampleSpec, SamplingParams
 
-WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 2 / 32}  # a scale for 32 weights
+_SCALED = 1 + 2 / 32  # a scale for 32 weights
+WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": _SCALED, "w8a16": _SCALED}
+# w8a16 multiplies in bytes at twice the rate, but an activation is two.
+PRODUCTS = {"bfloat16": "bfloat16", "w8a16": "bfloat16"}
 PARTS = {
     "linear": "linear layers",
     "attention": "attention",
@@ -181,7 +184,8 @@ def run(options: Options) -> Report:
     report.notes += [
         f"memory reads {machine.read / 1e9:.1f} GB/s and copies {machine.copy / 1e9:.1f}, "
         f"caches copy {machine.cached / 1e9:.1f}; products, GFLOP/s: {rates}",
-        f"kernels for {library.load().isa}; int8 has products in float32 and KV in bfloat16",
+        f"kernels for {library.load().isa}; int8 has products in float32 and KV in bfloat16; "
+        "w8a16 multiplies pairs of bytes where bfloat16 does a number",
     ]
     return report
 
@@ -241,7 +245,7 @@ def limits(case: Case, variant: str, spec: ModelSpec, machine: Machine) -> Secon
         read, seen = case.length, case.length * (case.length + 1) / 2
     # Floats that norms, rotations and activations read and write for a row of a layer.
     touched = 4 * spec.hidden + 2 * (heads + kv) + 3 * spec.ffn
-    products = machine.rates["bfloat16" if variant == "bfloat16" else "float32"]
+    products = machine.rates[PRODUCTS.get(variant, "float32")]
 
     def least(nbytes: float, operations: float) -> float:
         return max(nbytes / machine.read, operations / products)
