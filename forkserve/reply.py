@@ -82,46 +82,61 @@ def _settled(generations: Sequence[Generation]) -> bool:
     return all(g.done for g in generations) or any(g.error is not None for g in generations)
 
 
-class _Following:
-    """A generation and how much of its text was handed on."""
+class _Course:
+    """A generation and how much of its text was handed on.
 
-    def __init__(self, dropped: Dropped) -> None:
-        self._generation: Generation | None = None
-        self._dropped = dropped
+    Apart from its stream, since frames that wait must not hold that: an error raised in a pass, a
+    constraint's for instance, keeps the frames of whoever drives the engine then, and a stream that
+    they held would not be known to be dropped.
+    """
+
+    def __init__(self) -> None:
+        self.generation: Generation | None = None
+        self.closed = False
         self._seen = 0
-        self._closed = False
 
-    @property
-    def reply(self) -> Reply:
-        """What has come so far; its finish_reason is None while the stream runs."""
-        return Reply.of(self._generation) if self._generation is not None else Reply("", (), None)
-
-    def _ready(self) -> bool:
-        generation = self._generation
+    def ready(self) -> bool:
+        """There is a piece to take, or the end."""
+        generation = self.generation
         return generation is None or generation.done or generation.text_length > self._seen
 
-    def _take(self) -> str | None:
+    def take(self) -> str | None:
         """The next piece; None at the end."""
-        generation = self._generation
+        generation = self.generation
         assert generation is not None
         text = generation.text
         piece, self._seen = text[self._seen :], len(text)
         if piece:
             return piece
-        self._end()
+        self.end()
         if generation.error is not None:
             raise generation.error
         return None
 
-    def _end(self) -> None:
-        self._closed = True
-        if self._generation is not None:
-            self._generation.cancel()
+    def end(self) -> None:
+        """Cancel what is left."""
+        self.closed = True
+        if self.generation is not None:
+            self.generation.cancel()
+
+
+class _Following:
+    """What both kinds of stream share."""
+
+    def __init__(self, dropped: Dropped) -> None:
+        self._course = _Course()
+        self._dropped = dropped
+
+    @property
+    def reply(self) -> Reply:
+        """What has come so far; its finish_reason is None while the stream runs."""
+        generation = self._course.generation
+        return Reply.of(generation) if generation is not None else Reply("", (), None)
 
     def __del__(self) -> None:
         # A finalizer may run anywhere, even inside the engine: no lock may be taken here.  The
         # generation ends with its next token; the session's next verb ends it for certain.
-        generation = self._generation
+        generation = self._course.generation
         if generation is not None and not generation.done:
             generation.limit = len(generation.tokens) + 1
             self._dropped.put(generation)
@@ -139,15 +154,17 @@ class Stream(_Following, Iterator[str]):
         self._begin = begin
 
     def __next__(self) -> str:
-        if self._closed:
+        course, begin = self._course, self._begin
+        del self  # see `_Course`
+        if course.closed:
             raise StopIteration
         try:
-            if self._generation is None:
-                self._generation = self._begin()
-            aio.wait(self._generation, self._ready)
-            piece = self._take()
+            if course.generation is None:
+                course.generation = begin()
+            aio.wait(course.generation, course.ready)
+            piece = course.take()
         except BaseException:
-            self._end()
+            course.end()
             raise
         if piece is None:
             raise StopIteration
@@ -155,7 +172,7 @@ class Stream(_Following, Iterator[str]):
 
     def close(self) -> None:
         """Cancel what is left.  Idempotent."""
-        self._end()
+        self._course.end()
 
     def __enter__(self) -> Stream:
         return self
@@ -178,15 +195,16 @@ class AsyncStream(_Following, AsyncIterator[str]):
         self._begin = begin
 
     async def __anext__(self) -> str:
-        if self._closed:
+        course = self._course
+        if course.closed:
             raise StopAsyncIteration
         try:
-            if self._generation is None:
-                self._generation = await self._begin()
-            await aio.until(self._engine, self._generation, self._ready)
-            piece = self._take()
+            if course.generation is None:
+                course.generation = await self._begin()
+            await aio.until(self._engine, course.generation, course.ready)
+            piece = course.take()
         except BaseException:
-            self._end()
+            course.end()
             raise
         if piece is None:
             raise StopAsyncIteration
@@ -194,13 +212,13 @@ class AsyncStream(_Following, AsyncIterator[str]):
 
     async def aclose(self) -> None:
         """Cancel what is left.  Idempotent."""
-        self._end()
+        self._course.end()
 
     async def __aenter__(self) -> AsyncStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._end()
+        self._course.end()
 
 
 class Speaker:

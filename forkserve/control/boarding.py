@@ -239,21 +239,21 @@ class Boarding:
         try:
             return reserve(task.tree, owner, begin, count)
         except OutOfPages as error:
-            shortage = error
+            needed = error.needed  # not the error: it would keep the frames of whoever waits
         rows = min(task.end(), core.window) if core.window else task.end()  # those that must stay
         least, capacity = core.pool.pages_for(rows), core.pool.capacity
         if least > capacity:  # it can never fit: nobody is to lose rows for it
             core.finish(task, OutOfPages(least, capacity, capacity, _TOO_LONG))
             return None
         if task.kind is JobClass.SPEC:
-            core.index.reclaim(shortage.needed - core.pool.free_pages)
-            if core.pool.free_pages >= shortage.needed:
+            core.index.reclaim(needed - core.pool.free_pages)
+            if core.pool.free_pages >= needed:
                 return reserve(task.tree, owner, begin, count)
             core.count.refusals["pages"] += 1
             core.finish(task)
             return None
         lent = core.lent()  # what only waits to be read comes back at once
-        if core.make_room(shortage.needed, lambda: self._preempt_younger(flight, task)):
+        if core.make_room(needed, lambda: self._preempt_younger(flight, task)):
             return reserve(task.tree, owner, begin, count)
         if lent:
             core.short = True  # the rest in a moment
@@ -268,7 +268,7 @@ class Boarding:
         elif not task.compact:
             self._compact(task)
         else:
-            core.finish(task, OutOfPages(shortage.needed, core.pool.free_pages, capacity))
+            core.finish(task, OutOfPages(needed, core.pool.free_pages, capacity))
         return None
 
     def _compact(self, task: Task) -> None:

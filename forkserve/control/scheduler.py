@@ -97,8 +97,10 @@ class Scheduler:
         horizon = self.config.aging_ms
         for name in [s for s, t in self._decoded_ms.items() if now_ms - t >= horizon]:
             del self._decoded_ms[name]
-        last = max((t for s, t in self._decoded_ms.items() if s != session), default=-inf)
-        return max(0.0, min(1.0, 1.0 - (now_ms - last) / horizon))
+        others = [t for s, t in self._decoded_ms.items() if s != session]
+        if not others:
+            return 0.0
+        return max(0.0, min(1.0, 1.0 - (now_ms - max(others)) / horizon))
 
     # -- the queue -------------------------------------------------------------------------
 
@@ -265,11 +267,12 @@ class Scheduler:
         places: dict[Job, tuple[int, float, float, float, int]] = {}
         for job in jobs:
             program = self._programs[job.session]
-            due_ms = program.arrived_ms + aging_ms * program.service
+            due_ms = program.arrived_ms
+            if program.service:  # aging_ms may be infinite: first come, first served
+                due_ms += aging_ms * program.service
             rank: int = JobClass.DECODE
             if job.kind is not JobClass.DECODE:
-                waited = int(max(now_ms - due_ms, 0.0) / aging_ms)
-                rank = max(job.kind - waited, JobClass.DECODE)
+                rank = job.kind - int(min(job.kind, max(now_ms - due_ms, 0.0) / aging_ms))
             places[job] = rank, counters[job.tenant], due_ms, job.attained, self._order[job]
 
         def urgent(job: Job) -> int:
@@ -298,8 +301,8 @@ class Scheduler:
         gives it exactly one.)
         """
         config = self.config
-        rate = ceil(job.remaining * config.tick_ms / config.ttft_slo_ms)
-        return max(1, min(rate, config.prefill_chunk))
+        rate = job.remaining * config.tick_ms / config.ttft_slo_ms
+        return max(1, ceil(min(config.prefill_chunk, rate)))  # before rounding: it may be infinite
 
     def _speculate(self, jobs: list[Job], tick: _Tick, budget: int, works: int) -> bool:
         """Add speculative chunks to the tick; False if there was no room for any."""

@@ -324,3 +324,18 @@ def test_a_tick_of_64_jobs_costs_few_hundred_instructions_a_job() -> None:
 
 def test_planning_is_not_quadratic() -> None:
     assert planning(3200) < 12 * planning(320)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"aging_ms": float("inf")}, {"tick_ms": float("inf")}, {"ttft_slo_ms": 1e-320}]
+)
+def test_a_setting_without_a_limit_ends_no_tick(changes: dict[str, float]) -> None:
+    """No ageing, and no limit to a prefill's rate: what is served still falls in line behind."""
+    made = scheduler(
+        job(TAIL, 1, 40, session="a"), job(TAIL, 2, 40, session="b"), max_batch_tokens=30, **changes
+    )
+    assert made.decode_share(0.0, "a") == 0.0
+    plan = made.plan(0.0, instant)
+    assert granted(plan)[0][0] == 1
+    run(made, plan)
+    assert sum(tokens for _, tokens in granted(made.plan(1e9, instant))) == 30

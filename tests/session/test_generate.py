@@ -20,7 +20,7 @@ from forkserve.errors import (
     OutOfPages,
     SessionError,
 )
-from forkserve.types import derive_seed
+from forkserve.types import Tokens, derive_seed
 
 Make = Callable[..., Engine]
 EOS = 259
@@ -213,6 +213,35 @@ def test_a_dropped_stream_that_is_part_of_a_cycle(make: Make) -> None:
             assert not eng.stats().queued, "it ends by itself"
         assert len(s.tokens) < 100
         s.commit("x")
+
+
+@pytest.mark.parametrize("why", ["error", "pages"])
+def test_a_dropped_stream_ends_whatever_happened_in_its_passes(make: Make, why: str) -> None:
+    """Errors raised in a pass hold the frames of the one who drove it: not the stream as well."""
+
+    class Fails:
+        def allowed(self, generated: Tokens) -> None:
+            if generated:
+                raise ValueError(generated)
+
+    eng = make(slow_ms=1, capacity_pages=256, prefix_index=why == "pages")
+    gc.disable()
+    try:
+        for number in range(20 if why == "pages" else 0):  # what they leave has to make room
+            eng.session(f"{number:060}"[::-1], prefill=True).close()
+        with eng.session("abc") as s, eng.session("d") as other:
+            if why == "error":
+                failed = eng.start(other.id, 5, params=SamplingParams(constraint=Fails()))
+            stream = s.stream(500, ignore_eos=True)
+            for _ in range(8):
+                next(stream)
+            if why == "error":
+                assert isinstance(failed.error, ValueError)
+            del stream
+            s.commit("and on")
+            assert s.text.endswith("and on")
+    finally:
+        gc.enable()
 
 
 def test_streams_side_by_side_share_passes(make: Make) -> None:
