@@ -15,6 +15,7 @@ from forkserve.kernels.native.linear import KINDS, PackedLinear, pack, pointer
 pytestmark = pytest.mark.skipif(
     bool(library.available()), reason=library.available() or "native kernels"
 )
+_TINY = np.finfo(np.float32).tiny  # a smaller scale has no inverse: its weights are zeros
 SIZES = [(96, 64), (50, 40), (7, 5), (320, 577), (144, 16)]  # outputs, inputs
 
 
@@ -53,7 +54,7 @@ def eight_bits(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     n, k = w.shape
     blocks = np.pad(w, ((0, 0), (0, -k % 32))).reshape(n, -1, 32)
     scale = bf16(np.abs(blocks).max(2) / np.float32(127))
-    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale >= _TINY)
     return np.rint(blocks * inverse[..., None]).clip(-127, 127), scale
 
 
@@ -133,6 +134,17 @@ def test_blocks_of_zeros_and_of_extremes(kind: str) -> None:
     assert y[4] == pytest.approx(127 * 32 + 38, rel=5e-3)
     assert np.isfinite(y).all()
     assert (np.delete(y, [3, 4, 5]) == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["int8", "w8a16"])
+@pytest.mark.parametrize("peak", [1e-45, 3e-39, 4e-37])
+def test_blocks_too_small_to_scale_are_zeros(kind: str, peak: float) -> None:
+    w = np.zeros((48, 64), np.float32)
+    w[:, ::2] = peak
+    w[:, 32:] = 1
+    x = random(3, 64)
+    y = product(pack(library.load(), w, None, kind, 1), x)
+    assert y == pytest.approx(np.repeat(x[:, 32:].sum(1)[:, None], 48, 1), rel=1e-2)
 
 
 def test_instruction_set_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:

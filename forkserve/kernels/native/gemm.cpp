@@ -128,7 +128,7 @@ void pack_block(const float* w, int count, int lane, int8_t* block) {
     for (int i = 0; i < count; i++) top = std::max(top, __builtin_fabsf(w[i]));
     uint16_t stored = to_bf16(top / 127.0f);
     float scale = from_bf16(stored);
-    float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    float inverse = scale >= __FLT_MIN__ ? 1.0f / scale : 0.0f;  // finite
     for (int i = 0; i < count; i++) {
         float value = __builtin_rintf(w[i] * inverse);
         block[i * PANEL + lane] = (int8_t)std::min(std::max(value, -127.0f), 127.0f);

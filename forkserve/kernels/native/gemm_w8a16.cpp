@@ -316,7 +316,7 @@ void pack_group(const float* w, int count, int lane, uint16_t* scales, int8_t* c
     for (int i = 0; i < count; i++) top = std::max(top, __builtin_fabsf(w[i]));
     scales[lane] = to_bf16(top / 127.0f);
     const float scale = from_bf16(scales[lane]);
-    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    const float inverse = scale >= __FLT_MIN__ ? 1.0f / scale : 0.0f;  // finite
     codes += lane / LANES * TILE + lane % LANES * QUAD;
     for (int i = 0; i < count; i++) {
         float value = __builtin_rintf(w[i] * inverse);
