@@ -149,7 +149,15 @@ def _adopt(vault: Vault, place: str, batch: list[tuple[Header, int]], report: Re
             "SELECT content FROM replica WHERE place = ? AND content = ?", (place, header.content)
         )
     }
-    lost = vault.catalog.record(place, batch)
+    depot = vault.depots[place]
+    near = place == next(iter(vault.depots))
+    while True:
+        try:
+            present = (lambda key: depot.stat(key) is not None) if near else None
+            lost = vault.catalog.record(place, batch, present)
+            break
+        except FileNotFoundError:  # another process has collected some since they were read
+            batch[:] = [pair for pair in batch if depot.stat(pair[0].content) is not None]
     report.adopted += sum(h.content not in known for h, _ in batch) - len(lost)
     report.orphans += len(lost)
     batch.clear()

@@ -162,7 +162,7 @@ def read_session(catalog: Catalog, session: str, sealer: Sealer | None) -> Sessi
     return SessionRecord(
         id=session,
         tenant=tenant,
-        salt=opened(salt, b"salt" + session.encode(), sealer).decode(),
+        salt=opened_text(salt, b"salt" + session.encode(), sealer),
         seed=int(seed),
         fingerprint=digest,
         next_node=next_node,
@@ -259,7 +259,7 @@ def read_name(catalog: Catalog, name: str, sealer: Sealer | None) -> NameRecord:
         session=session,
         node=node,
         tenant=tenant,
-        salt=opened(salt, b"salt" + place, sealer).decode(),
+        salt=opened_text(salt, b"salt" + place, sealer),
         seed=int(seed),
         tokens=_ids(opened(ids, b"name" + place, sealer)),
         chain=chain,
@@ -300,6 +300,14 @@ def opened(blob: bytes, place: bytes, sealer: Sealer | None) -> bytes:
         return sealer.unseal(blob, place)
     except ChunkFault:
         raise StoreError("the stored text does not open with this key") from None
+
+
+def opened_text(blob: bytes, place: bytes, sealer: Sealer | None) -> str:
+    """The same of a blob that is text.  Raises StoreError."""
+    try:
+        return opened(blob, place, sealer).decode()
+    except UnicodeDecodeError:
+        raise StoreError("a stored salt is damaged, or sealed with a key") from None
 
 
 def _ids(raw: bytes) -> array[int]:
