@@ -25,12 +25,14 @@ __all__ = [
     "SessionRecord",
     "assemble",
     "opened",
+    "opened_text",
     "read_name",
     "read_session",
     "remove_name",
     "rename",
     "require_model",
     "require_name",
+    "token_ids",
     "write_name",
 ]
 
@@ -173,7 +175,7 @@ def read_session(catalog: Catalog, session: str, sealer: Sealer | None) -> Sessi
         next_binding=following,
         tool_times=tuple((tool, ms) for tool, ms in times),
         tool_outputs=tuple(
-            (tool, _ids(opened(blob, f"tool{session}/{tool}".encode(), sealer)))
+            (tool, token_ids(opened(blob, f"tool{session}/{tool}".encode(), sealer)))
             for tool, blob in catalog.read(
                 "SELECT tool, ids FROM tool_output WHERE session = ? ORDER BY id", (session,)
             )
@@ -198,7 +200,7 @@ def assemble(
         ids = texts.setdefault(node, array("i"))
         if start != len(ids):
             raise StoreError(f"node {node} of session '{session}' lacks tokens from {len(ids)} on")
-        ids.extend(_ids(opened(blob, f"run{session}/{node}/{start}".encode(), sealer)))
+        ids.extend(token_ids(opened(blob, f"run{session}/{node}/{start}".encode(), sealer)))
     out = []
     for node, parent, branch, start, count, mode, line, generation, known in nodes:
         ids = texts.get(node, array("i"))
@@ -261,7 +263,7 @@ def read_name(catalog: Catalog, name: str, sealer: Sealer | None) -> NameRecord:
         tenant=tenant,
         salt=opened_text(salt, b"salt" + place, sealer),
         seed=int(seed),
-        tokens=_ids(opened(ids, b"name" + place, sealer)),
+        tokens=token_ids(opened(ids, b"name" + place, sealer)),
         chain=chain,
         fingerprint=digest,
     )
@@ -310,7 +312,8 @@ def opened_text(blob: bytes, place: bytes, sealer: Sealer | None) -> str:
         raise StoreError("a stored salt is damaged, or sealed with a key") from None
 
 
-def _ids(raw: bytes) -> array[int]:
+def token_ids(raw: bytes) -> array[int]:
+    """Ids from the bytes of a column.  Raises StoreError for what are none."""
     ids = array("i")
     try:
         ids.frombytes(raw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from forkserve.store.vault import Vault
 
 from .engines import PROMPT, engine
 from .rig import PRINT, chain, files, good, rows, vault
-from .test_hostile_bundle import write
+from .test_hostile_bundle import manifest_of, write
+from .test_travel import traveller
 
 LINKS = chain(range(12))
 
@@ -152,6 +154,34 @@ def test_a_name_without_a_text_is_refused(tmp_path: Path, ids: bytes, tokens: in
     bundle = write(tmp_path / "b", [(_MANIFEST, _signed(manifest, None))])
     with pytest.raises(StoreError, match="does not give its chain"):
         import_bundle(vault(tmp_path / "s"), bundle)
+
+
+ODD: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no number after it": lambda one: one.update(next_node=2**63 - 1),
+    "no line after it": lambda one: one.update(next_line=2**63 - 1),
+    "no commit after it": lambda one: [n.update(generation=2**63 - 1) for n in one["node"]],
+    "no binding after it": lambda one: one["binding"][-1].update(seq=2**63 - 1),
+    "a tool before its time": lambda one: one["tool_time"][0].update(ms=-1.0),
+    "half an id of a tool": lambda one: one["tool_output"][0].update(ids="AAAA"),
+    "a negative id of a tool": lambda one: one["tool_output"][0].update(ids="/////w=="),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_session_that_could_not_go_on_is_refused(tmp_path: Path, what: str) -> None:
+    traveller(tmp_path / "from")
+    with Store(tmp_path / "from", "shared") as store:
+        export_bundle(store.vault, tmp_path / "b", sessions=["a"])
+    with tarfile.open(tmp_path / "b") as tar:
+        members = [(info.name, tar.extractfile(info).read()) for info in tar]  # type: ignore[union-attr]
+    manifest = manifest_of(members)
+    ODD[what](manifest["sessions"][0])
+    write(tmp_path / "b", [(_MANIFEST, _signed(manifest, None)), *members[1:]])
+    with Store(tmp_path / "to") as store:
+        with pytest.raises(StoreError, match=r"makes no sense|stored token ids"):
+            import_bundle(store.vault, tmp_path / "b")
+        assert store.catalog.read("SELECT 1 FROM session") == []
+        assert store.catalog.usage() == {}
 
 
 def test_a_sealed_state_without_a_key_is_a_store_error(
