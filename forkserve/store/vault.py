@@ -370,7 +370,10 @@ class Vault:
         def present(key: str) -> bool:
             return again and depot.stat(key) is not None
 
+        named = "SELECT 1 FROM replica WHERE content = ? AND place = ?"
         try:
+            if again and not self.catalog.read(named, (content, depot.place)):
+                return False  # a reader, which can strike nothing, sees that as well
             # Near: asked under the lock in which others note what they have written.
             if not near and present(content):
                 return False

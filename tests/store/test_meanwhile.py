@@ -13,9 +13,12 @@ import pytest
 
 from forkserve.errors import StoreError
 from forkserve.store import Store
+from forkserve.store.behind import WriteBehind
 from forkserve.store.bundle import _MANIFEST, _signed, export_bundle, import_bundle
+from forkserve.store.catalog import Role
 from forkserve.store.chunks import ChunkFault, Header, build, hash_parts, parse_header
 from forkserve.store.collect import collect
+from forkserve.store.depots import LocalDepot
 from forkserve.store.identity import chunk_id, root_id
 from forkserve.store.rebuild import rebuild, verify
 from forkserve.store.scrub import scrub
@@ -42,12 +45,14 @@ def before_open(v: Vault, monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any
     monkeypatch.setattr(depot, "open", open_)
 
 
+@pytest.mark.parametrize("role", ["shared", "reader"])
 @pytest.mark.parametrize("check", [verify, scrub])
 def test_what_is_collected_while_it_is_checked_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[Vault], Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[Vault], Any], role: Role
 ) -> None:
-    v, other = vault(tmp_path), vault(tmp_path)
-    v.put(PRINT, LINKS, rows)
+    other = vault(tmp_path)
+    other.put(PRINT, LINKS, rows)
+    v = vault(tmp_path, role)
     before_open(v, monkeypatch, lambda: collect(other, grace_s=-5))
     report = check(v)
     assert (report.dangling, report.faults) == (0, [])
@@ -100,6 +105,25 @@ def test_rebuild_lists_nothing_that_is_collected_meanwhile(
     monkeypatch.setattr(v.catalog, "record", late)
     assert rebuild(v).adopted == 0
     assert v.catalog.read("SELECT count(*) FROM part") == [(0,)]
+
+
+def test_a_chunk_that_is_collected_before_it_was_sent_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depots = [LocalDepot(tmp_path / "chunks"), LocalDepot(tmp_path / "far", place="object")]
+    v, other = vault(tmp_path, depots=depots), vault(tmp_path, depots=depots)
+    behind = WriteBehind(v, "object")
+    v.stored = lambda: None  # sent by hand
+    v.put(PRINT, LINKS, rows)
+    before_open(v, monkeypatch, lambda: collect(other, grace_s=-5))
+    assert behind.step()
+    assert not behind.step()
+    assert v.catalog.read("SELECT kind FROM event WHERE kind != 'failed'") == []
+    v.put(PRINT, LINKS, rows)
+    files(tmp_path)[0].unlink()
+    while behind.step():
+        pass
+    assert len(v.catalog.events("behind_lost")) == 1
 
 
 FORGED: dict[str, dict[str, Any]] = {
