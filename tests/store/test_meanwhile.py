@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forkserve.errors import StoreError
-from forkserve.store import Store
+from forkserve.store import Store, faults
 from forkserve.store.behind import WriteBehind
 from forkserve.store.bundle import _MANIFEST, _signed, export_bundle, import_bundle
 from forkserve.store.catalog import Role
@@ -104,6 +104,43 @@ def test_rebuild_lists_nothing_that_is_collected_meanwhile(
 
     monkeypatch.setattr(v.catalog, "record", late)
     assert rebuild(v).adopted == 0
+    assert v.catalog.read("SELECT count(*) FROM part") == [(0,)]
+
+
+@pytest.mark.parametrize("when", ["far.doomed", "gc.deleted"])
+def test_rebuild_lists_nothing_of_a_further_place_that_is_collected_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """gc has decided, and deletes or has deleted, when rebuild notes what it read before."""
+    far = LocalDepot(tmp_path / "far", place="object")
+    depots = [LocalDepot(tmp_path / "chunks"), far]
+    v, other = vault(tmp_path, depots=depots), vault(tmp_path, depots=depots)
+    far.put([(h.content, parts) for h, parts in (v.pack(PRINT, x, rows(x)) for x in LINKS)])
+    record, todo = v.catalog.record, [1]
+
+    def late(*values: Any) -> list[str]:
+        noted: list[list[str]] = []
+        refused: list[FileNotFoundError] = []
+
+        def hook(point: str) -> None:
+            if point == when and not noted:
+                try:
+                    noted.append(record(*values))
+                except FileNotFoundError as error:
+                    refused.append(error)
+
+        if todo and values[0] == "object":
+            todo.pop()
+            faults.hook = hook
+            collect(other, grace_s=-5)
+            if refused:
+                raise refused[0]
+            return noted[0]
+        return record(*values)
+
+    monkeypatch.setattr(v.catalog, "record", late)
+    rebuild(v)
+    assert list(far.entries()) == []
     assert v.catalog.read("SELECT count(*) FROM part") == [(0,)]
 
 
