@@ -211,8 +211,10 @@ class WriteBehind:
     def _give_up(self, content: str, why: str) -> None:
         catalog = self._vault.catalog
         with catalog.write() as db:
-            db.execute("DELETE FROM outbox WHERE content = ? AND place = ?", (content, self.place))
-        catalog.event("behind_lost", place=self.place, content=content, why=why)
+            sql = "DELETE FROM outbox WHERE content = ? AND place = ?"
+            waited = db.execute(sql, (content, self.place)).rowcount
+        if waited:  # else it was collected meanwhile, and nothing is lost
+            catalog.event("behind_lost", place=self.place, content=content, why=why)
 
     def _failed(self, error: BaseException) -> None:
         self.sent.failed += 1

@@ -145,7 +145,10 @@ def _sound(vault: Vault, chunk: dict[str, Any]) -> bytes:
             continue
         fault = vault.verify(place, chunk["content"])
         if fault is None:
-            blob = vault.depots[place].open(chunk["content"])
+            try:
+                blob = vault.depots[place].open(chunk["content"])
+            except FileNotFoundError:
+                continue  # another process has collected it
             try:
                 return bytes(blob.data)
             finally:

@@ -174,7 +174,8 @@ class Catalog:
 
     @contextmanager
     def locked(self) -> Iterator[sqlite3.Connection]:
-        """The connection, for tools that read with sqlite-utils."""
+        """The connection, for tools that read with sqlite-utils.  StoreError after a fork."""
+        self._require_mine()
         with self._lock:
             yield self._db
 
@@ -361,12 +362,21 @@ class Catalog:
                 (content, place, INTENT),
             )
 
-    def forget(self, place: str, contents: Iterable[str]) -> None:
-        """These parts are no longer at a place; a chunk without any part goes with its last."""
+    def forget(
+        self, place: str, contents: Iterable[str], present: Callable[[str], bool] | None = None
+    ) -> int:
+        """These parts are no longer at a place; a chunk without any part goes with its last.
+
+        present: asked inside the transaction, as in `record`; what is there by then stays.  Returns
+        how many rows went.
+        """
         with self.write() as db:
-            db.executemany(
-                "DELETE FROM replica WHERE place = ? AND content = ?",
-                [(place, content) for content in contents],
+            return sum(
+                db.execute(
+                    "DELETE FROM replica WHERE place = ? AND content = ?", (place, content)
+                ).rowcount
+                for content in contents
+                if present is None or not present(content)
             )
 
     def touch(self, chunks: Iterable[int]) -> None:

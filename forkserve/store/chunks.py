@@ -176,7 +176,7 @@ def parse_header(data: Buffer, size: int | None = None) -> Header:
     at = _FIXED.size
     header = Header(
         fingerprint=fingerprint,
-        meta=bytes(view[at : at + meta_len]).decode(),
+        meta=bytes(view[at : at + meta_len]).decode(errors="replace"),
         parent=parent,
         chain=chain,
         start=start,
@@ -191,11 +191,22 @@ def parse_header(data: Buffer, size: int | None = None) -> Header:
         content=content.hex(),
         length=length,
     )
-    if parse_fingerprint(header.meta).digest != fingerprint:
+    if _fingerprint(header.meta) != fingerprint:
         raise ChunkFault("header", "the fingerprint does not match its fields")
+    if not count or (not header.sealed and token_len != 4 * count):
+        raise ChunkFault("header", f"{token_len} bytes of token ids are not {count} tokens")
     if not header.sealed and chunk_id(parent, header.tokens) != chain:
         raise ChunkFault("chain", "the token ids do not give the chain id")
     return header
+
+
+def _fingerprint(meta: str) -> bytes:
+    """Digest of a fingerprint whose bytes are as they were written: what is not understood here
+    is of another version."""
+    try:
+        return parse_fingerprint(meta).digest
+    except StoreError as error:
+        raise ChunkFault("version", str(error)) from None
 
 
 def check_payload(header: Header, payload: Buffer) -> None:

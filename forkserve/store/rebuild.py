@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from forkserve.errors import StoreError
 from forkserve.store.broken import ADVICE
+from forkserve.store.catalog import doomed
 from forkserve.store.chunks import HEAD, ChunkFault, Header, check_payload, parse_header
 from forkserve.store.depots import Depot, SharedDepot
 from forkserve.store.pace import breathe
@@ -149,7 +150,27 @@ def _adopt(vault: Vault, place: str, batch: list[tuple[Header, int]], report: Re
             "SELECT content FROM replica WHERE place = ? AND content = ?", (place, header.content)
         )
     }
-    lost = vault.catalog.record(place, batch)
+    depot, catalog = vault.depots[place], vault.catalog
+    near = place == next(iter(vault.depots))
+
+    def stands(key: str) -> bool:
+        """Asked under the lock in which gc decides what goes: it may have decided meanwhile."""
+        if near:
+            return depot.stat(key) is not None
+        return not catalog.read("SELECT 1 FROM lease WHERE chain = ?", (doomed(key, place),))
+
+    while True:
+        try:
+            lost = catalog.record(place, batch, stands)
+            break
+        except FileNotFoundError:
+            batch[:] = [pair for pair in batch if stands(pair[0].content)]
+    if not near:  # gone before the row came; what a row names now stays
+        new = [header.content for header, _ in batch if header.content not in known]
+        gone = {content for content in new if depot.stat(content) is None}
+        catalog.forget(place, gone)
+        batch[:] = [pair for pair in batch if pair[0].content not in gone]
+        lost = [content for content in lost if content not in gone]
     report.adopted += sum(h.content not in known for h, _ in batch) - len(lost)
     report.orphans += len(lost)
     batch.clear()

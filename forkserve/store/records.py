@@ -25,12 +25,14 @@ __all__ = [
     "SessionRecord",
     "assemble",
     "opened",
+    "opened_text",
     "read_name",
     "read_session",
     "remove_name",
     "rename",
     "require_model",
     "require_name",
+    "token_ids",
     "write_name",
 ]
 
@@ -162,7 +164,7 @@ def read_session(catalog: Catalog, session: str, sealer: Sealer | None) -> Sessi
     return SessionRecord(
         id=session,
         tenant=tenant,
-        salt=opened(salt, b"salt" + session.encode(), sealer).decode(),
+        salt=opened_text(salt, b"salt" + session.encode(), sealer),
         seed=int(seed),
         fingerprint=digest,
         next_node=next_node,
@@ -173,7 +175,7 @@ def read_session(catalog: Catalog, session: str, sealer: Sealer | None) -> Sessi
         next_binding=following,
         tool_times=tuple((tool, ms) for tool, ms in times),
         tool_outputs=tuple(
-            (tool, _ids(opened(blob, f"tool{session}/{tool}".encode(), sealer)))
+            (tool, token_ids(opened(blob, f"tool{session}/{tool}".encode(), sealer)))
             for tool, blob in catalog.read(
                 "SELECT tool, ids FROM tool_output WHERE session = ? ORDER BY id", (session,)
             )
@@ -198,7 +200,7 @@ def assemble(
         ids = texts.setdefault(node, array("i"))
         if start != len(ids):
             raise StoreError(f"node {node} of session '{session}' lacks tokens from {len(ids)} on")
-        ids.extend(_ids(opened(blob, f"run{session}/{node}/{start}".encode(), sealer)))
+        ids.extend(token_ids(opened(blob, f"run{session}/{node}/{start}".encode(), sealer)))
     out = []
     for node, parent, branch, start, count, mode, line, generation, known in nodes:
         ids = texts.get(node, array("i"))
@@ -259,9 +261,9 @@ def read_name(catalog: Catalog, name: str, sealer: Sealer | None) -> NameRecord:
         session=session,
         node=node,
         tenant=tenant,
-        salt=opened(salt, b"salt" + place, sealer).decode(),
+        salt=opened_text(salt, b"salt" + place, sealer),
         seed=int(seed),
-        tokens=_ids(opened(ids, b"name" + place, sealer)),
+        tokens=token_ids(opened(ids, b"name" + place, sealer)),
         chain=chain,
         fingerprint=digest,
     )
@@ -302,7 +304,16 @@ def opened(blob: bytes, place: bytes, sealer: Sealer | None) -> bytes:
         raise StoreError("the stored text does not open with this key") from None
 
 
-def _ids(raw: bytes) -> array[int]:
+def opened_text(blob: bytes, place: bytes, sealer: Sealer | None) -> str:
+    """The same of a blob that is text.  Raises StoreError."""
+    try:
+        return opened(blob, place, sealer).decode()
+    except UnicodeDecodeError:
+        raise StoreError("a stored salt is damaged, or sealed with a key") from None
+
+
+def token_ids(raw: bytes) -> array[int]:
+    """Ids from the bytes of a column.  Raises StoreError for what are none."""
     ids = array("i")
     try:
         ids.frombytes(raw)

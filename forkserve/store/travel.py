@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from forkserve.errors import ForkServeError, NodeError, StoreError
 from forkserve.store.catalog import Catalog
 from forkserve.store.identity import parse_fingerprint
-from forkserve.store.records import NodeRecord, assemble, opened, read_session
+from forkserve.store.records import NodeRecord, assemble, opened, read_session, token_ids
 from forkserve.store.seal import Sealer
 from forkserve.store.shadow import Kept, keep
 from forkserve.tree.pool import PagePool
@@ -39,7 +39,7 @@ __all__ = [
 
 STRICT = ConfigDict(strict=True, extra="forbid")
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Small = Annotated[int, Field(ge=0, lt=2**63)]  # what a column of integers can hold
+Small = Annotated[int, Field(ge=0, lt=2**53)]  # a column of integers has room to count on from it
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -89,7 +89,7 @@ class _Binding(BaseModel):
 class _ToolTime(BaseModel):
     model_config = STRICT
     tool: str
-    ms: _Finite
+    ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     at: _Finite
 
 
@@ -225,7 +225,7 @@ def check_session(catalog: Catalog, one: dict[str, Any], sealer: Sealer | None) 
         nodes, tips, salt = _tree(one, sealer)
         _unique(f"session '{name}'", one)
         for row in one["tool_output"]:
-            opened(_blob(row, "ids"), f"tool{name}/{row['tool']}".encode(), sealer)
+            token_ids(opened(_blob(row, "ids"), f"tool{name}/{row['tool']}".encode(), sealer))
         _require_chains(one, nodes, tips, salt)
         parse_fingerprint(one["fingerprint"])
     except NodeError as error:

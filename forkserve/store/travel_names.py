@@ -66,7 +66,7 @@ def check_name(vault: Vault, row: dict[str, Any]) -> None:
         tokens = [int.from_bytes(ids[i : i + 4], "little") for i in range(0, len(ids), 4)]
         links = [link.id.hex() for link in plan_chain(tokens, salt)]
         fits = len(tokens) == row["tokens"] and row["root"] == root_id(salt).hex()
-        if not fits or (row["chain"] and row["chain"] not in links):
+        if not fits or len(ids) % 4 or not ids or (row["chain"] and row["chain"] not in links):
             raise StoreError(f"the text of '{row['name']}' does not give its chain")
     name = row["name"]
     here = vault.catalog.read("SELECT session, node FROM name WHERE name = ?", (name,))

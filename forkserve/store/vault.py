@@ -276,7 +276,7 @@ class Vault:
             except ChunkFault as fault:
                 self._refuse(depot, found.content, fault)
             except FileNotFoundError:
-                self._strike(depot, found.content, "missing", "the file is gone")
+                self._missing(depot, found.content)
             except OSError as error:
                 self.catalog.event(
                     "read_failed", place=place, content=found.content, error=str(error)
@@ -327,14 +327,16 @@ class Vault:
     def verify(self, place: str, content: str) -> ChunkFault | None:
         """Hash one stored part again, whatever was hashed before; a damaged one is quarantined.
 
-        Raises OSError when the place cannot be read.
+        None, too, for one that another process has collected meanwhile, or writes just now.  Raises
+        OSError when the place cannot be read.
         """
         depot = self.depots[place]
         self._sound.pop((place, content), None)
         try:
             blob = depot.open(content)
         except FileNotFoundError:
-            self._strike(depot, content, "missing", "the file is gone")
+            if not self._missing(depot, content):
+                return None
             return ChunkFault("missing", f"chunk {content[:16]} is gone")
         try:
             self._verify(blob, place, content)
@@ -355,16 +357,36 @@ class Vault:
             _log.warning("chunk %s could not be set aside: %s", content[:16], error)
         self._strike(depot, content, fault.kind, str(fault))
 
-    def _strike(self, depot: Depot, content: str, kind: str, message: str) -> None:
+    def _missing(self, depot: Depot, content: str) -> bool:
+        """Strike a part whose file is gone; False if its row is gone as well (it was collected), or
+        if it was written anew meanwhile."""
+        return self._strike(depot, content, "missing", "the file is gone")
+
+    def _strike(self, depot: Depot, content: str, kind: str, message: str) -> bool:
+        near, again = depot is self._first, kind == "missing"
         with self._lock:
             self._sound.pop((depot.place, content), None)
-        _log.warning("chunk %s in %s is unusable: %s", content[:16], depot.place, message)
+
+        def present(key: str) -> bool:
+            return again and depot.stat(key) is not None
+
+        named = "SELECT 1 FROM replica WHERE content = ? AND place = ?"
         try:
-            self.catalog.forget(depot.place, [content])
-        except StoreError as error:  # it is a miss every time, until the catalog can be written
+            if again and not self.catalog.read(named, (content, depot.place)):
+                return False  # a reader, which can strike nothing, sees that as well
+            # Near: asked under the lock in which others note what they have written.
+            if not near and present(content):
+                return False
+            gone = self.catalog.forget(depot.place, [content], present if near else None)
+            if again and not gone:
+                return False
+        except (StoreError, OSError) as error:
+            # It is a miss every time, until the catalog can be written.
             _log.warning("the catalog still lists chunk %s: %s", content[:16], error)
+        _log.warning("chunk %s in %s is unusable: %s", content[:16], depot.place, message)
         self.catalog.event("quarantine", place=depot.place, content=content, why=kind)
         self.catalog.count(f"unusable/{depot.place}/{kind}")
+        return True
 
 
 def _blocks(size: int) -> int:
