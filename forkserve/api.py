@@ -24,6 +24,7 @@ from forkserve.control.experience import Experience
 from forkserve.control.join import JoinResult, plan_join
 from forkserve.control.journal import NullJournal
 from forkserve.control.retention import ttl_s
+from forkserve.engine.protocol import require_backend
 from forkserve.errors import ConfigError, NodeError, SessionError
 from forkserve.handle import SessionHandle
 from forkserve.tiering import Tiering
@@ -73,6 +74,7 @@ class Engine(Tiering):
         *,
         store: Store | str | os.PathLike[str] | None = None,
     ) -> None:
+        require_backend(backend)
         if config is not None and config != backend.config:
             raise ConfigError("engine and backend have different configs; give both the same one")
         mine = store is not None and isinstance(store, (str, os.PathLike))
@@ -380,7 +382,7 @@ class Engine(Tiering):
         The live child with the longest common prefix wins (ties: the one named `branch`, then the
         lowest id) and is cut where the observation differs; only the rest is prefilled, as
         committed work of the passes to come, and the other speculative children are aborted.  If
-        no child fits, a new node is made.
+        no child fits, a new node is made, and `branch` is its name: no branch need have it before.
         """
         observed = self._guard.ids(tokens)
         self._touched(session, node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -10,8 +9,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from forkserve.errors import ConfigError
+from forkserve.values import nearest
 
-__all__ = ["ENV_PREFIX", "ForkServeConfig"]
+__all__ = ["ENV_PREFIX", "ForkServeConfig", "require_config"]
 
 ENV_PREFIX = "FORKSERVE_"
 
@@ -133,15 +133,22 @@ class ForkServeConfig(BaseModel):
         return type(self)(**{**self.model_dump(), **values})
 
 
+def require_config(config: object, backend: str) -> None:
+    """Raise ConfigError for what stands in the place of a backend's config and is none."""
+    if not isinstance(config, ForkServeConfig):
+        raise ConfigError(
+            f"config={config!r} is {type(config).__name__}; {backend} takes a ForkServeConfig "
+            f"first: {backend}(ForkServeConfig(), ...)"
+        )
+
+
 def _explain(error: ValidationError, model: type[BaseModel]) -> str:
     """One line per fault, with the nearest known name for an unknown one."""
     lines = []
     for fault in error.errors():
         name = ".".join(str(part) for part in fault["loc"])
         if fault["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(name, model.model_fields, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
-            lines.append(f"unknown setting '{name}'{hint}")
+            lines.append(f"unknown setting '{name}'{nearest(name, model.model_fields)}")
         else:
             lines.append(f"{name}={fault['input']!r}: {fault['msg']}")
     return "; ".join(lines)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from forkserve import aio
 from forkserve.control.generation import FinishReason, Generation
+from forkserve.errors import ConfigError
 from forkserve.types import GREEDY, SamplingParams
+from forkserve.values import nearest
 
 if TYPE_CHECKING:
     from forkserve.api import Engine
@@ -273,5 +275,14 @@ class Speaker:
 
 
 def sampling_params(params: SamplingParams | None, changes: dict[str, Any]) -> SamplingParams:
-    """`params`, or greedy, with some fields changed."""
-    return replace(params or GREEDY, **changes)
+    """`params`, or greedy, with some fields changed.  Raises ConfigError for an unknown one."""
+    params = GREEDY if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(f"params must be SamplingParams, not {type(params).__name__}")
+    for name in changes:
+        if name not in _FIELDS:
+            raise ConfigError(f"unknown field '{name}' of SamplingParams{nearest(name, _FIELDS)}")
+    return replace(params, **changes)
+
+
+_FIELDS = tuple(field.name for field in fields(SamplingParams))

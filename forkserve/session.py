@@ -30,7 +30,7 @@ from forkserve import aio
 from forkserve.branch import Branch
 from forkserve.control.commit import CommitResult
 from forkserve.control.generation import Generation
-from forkserve.engine.prompting import render_prompt
+from forkserve.engine.prompting import render_prompt, require_messages
 from forkserve.errors import ConfigError, NodeError, SessionError
 from forkserve.reply import (
     AsyncStream,
@@ -170,7 +170,8 @@ class Session(Speaker):
         """Bind what was really observed after the tip.
 
         The branch that foresaw most of it becomes the tip (ties: the one named `branch`); other
-        speculative branches of the tip are aborted.  full: `observed` is the whole sequence.
+        speculative branches of the tip are aborted.  If none foresaw any of it, a new one is made
+        under the name `branch`.  full: `observed` is the whole sequence.
         """
         return self.engine.commit(self.id, self._open().tip.id, observed, full=full, branch=branch)
 
@@ -309,16 +310,24 @@ class Session(Speaker):
             return await aio.in_thread(verb)
 
     def _ids(self, text: str | Tokens) -> list[int]:
-        return self.engine.backend.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        return self.engine._guard.ids(text)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.engine.backend.tokenizer.decode_bytes(ids).decode("utf-8", "replace")
 
 
 def _prompt(engine: Engine, prompt: Prompt) -> str | Tokens:
-    """The prompt as text or ids."""
-    if isinstance(prompt, str) or not len(prompt) or not isinstance(prompt[0], Mapping):
+    """The prompt as text or ids.  Raises ConfigError for what is no prompt."""
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        first = prompt[0] if len(prompt) else None
+    except (TypeError, KeyError):  # a number, None, a set, a generator; one message
+        raise ConfigError(
+            "a prompt is text, a list of token ids, or a list of chat messages, not "
+            f"{type(prompt).__name__}"
+        ) from None
+    if not isinstance(first, Mapping):
         return prompt  # type: ignore[return-value]
-    if not all(isinstance(m, Mapping) and "role" in m for m in prompt):
-        raise ConfigError("chat messages are dicts with a 'role' and a 'content'")
+    require_messages(prompt)
     return render_prompt(engine.backend.tokenizer, prompt)  # type: ignore[arg-type]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from operator import index
 from sys import float_info
 from typing import Any
 
 from forkserve.errors import ConfigError
 
-__all__ = ["number", "positive", "text", "whole"]
+__all__ = ["nearest", "number", "positive", "text", "utf8", "whole"]
 
 
 def whole(name: str, value: Any) -> int:
@@ -49,3 +51,20 @@ def text(name: str, value: Any) -> str:
     if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
         raise ConfigError(f"{name}={value!r} holds half of a surrogate pair: it is no text")
     return value
+
+
+def utf8(text: str) -> bytes:
+    """The bytes of a text.  Raises ConfigError for half of a surrogate pair, which is none."""
+    try:
+        return str.encode(text)
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the text is not valid Unicode: {error}; "
+            "text.encode('utf-8', 'replace').decode() puts '?' there"
+        ) from None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What an error about an unknown name ends with: the known one that is most like it, if any."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""

@@ -31,10 +31,7 @@ class Guard:
         """Token ids, checked against the vocabulary; text is encoded."""
         backend = self._core.backend
         if isinstance(tokens, str):
-            try:
-                return backend.tokenizer.encode(tokens)
-            except UnicodeError as error:
-                raise ConfigError(f"the text is not valid Unicode: {error}") from None
+            return backend.tokenizer.encode(tokens)
         size = backend.info.vocab_size
         try:
             ids = list(map(index, tokens))

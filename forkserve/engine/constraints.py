@@ -90,8 +90,9 @@ class GrammarConstraint:
     ) -> Self:
         """JSON that a schema accepts; no free white space, in which small models ramble."""
         text = _schema_text(schema)
+        matcher = _guidance().LLMatcher
         try:
-            grammar = _guidance().LLMatcher.grammar_from_json_schema(
+            grammar = matcher.grammar_from_json_schema(
                 text, defaults={"whitespace_flexible": False}
             )
         except ValueError as error:

@@ -22,12 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from forkserve.clock import Clock, VirtualClock
-from forkserve.config import ForkServeConfig
+from forkserve.config import ForkServeConfig, require_config
 from forkserve.engine.protocol import Tokenizer
 from forkserve.engine.sampling import logprobs, sample
-from forkserve.errors import BackendError, ConfigError
+from forkserve.errors import BackendError, ConfigError, ModelError
 from forkserve.prompt_text import PromptText, content, joined, occurrences
 from forkserve.types import Batch, BatchResult, ModelInfo, SampleSpec, Span, Work, WorkResult
+from forkserve.values import utf8
 
 __all__ = ["ByteTokenizer", "MockBackend"]
 
@@ -49,14 +50,14 @@ class ByteTokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         if not special or "<|" not in text:
-            return list(str.encode(text))
+            return list(utf8(text))
         ids: list[int] = []
         at = 0
         for (begin, end), own in occurrences(text, _MARKERS):
             if own:
-                ids += [*str(text[at:begin]).encode(), 256 + _SPECIAL.index(text[begin:end])]
+                ids += [*utf8(text[at:begin]), 256 + _SPECIAL.index(text[begin:end])]
                 at = end
-        return ids + list(str(text[at:]).encode())
+        return ids + list(utf8(text[at:]))
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
         out = bytearray()
@@ -84,7 +85,10 @@ class ByteTokenizer:
             parts += ["<|im_start|>system\n", listing, "<|im_end|>\n"]
         for message in messages:
             parts += ["<|im_start|>", said(str(message["role"])), "\n"]
-            parts.append(said(message.get("content") or ""))
+            given = message.get("content") or ""
+            if not isinstance(given, str):
+                raise ModelError(f"the mock's chat template takes text, not {given!r}")
+            parts.append(said(given))
             for call in message.get("tool_calls") or ():
                 written = json.dumps(call.get("function", call))
                 parts += ["<tool_call>", said(written), "</tool_call>"]
@@ -119,7 +123,8 @@ class MockBackend:
     ) -> None:
         if window < 0:
             raise ConfigError(f"window={window} is out of range: rows that a layer sees, 0 for all")
-        self.config = config or ForkServeConfig()
+        self.config = ForkServeConfig() if config is None else config
+        require_config(self.config, "MockBackend")
         self.window = window
         tokenizer = ByteTokenizer()
         tokenizer.split_special_tokens = self.config.split_special_tokens

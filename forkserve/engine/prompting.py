@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forkserve.engine.protocol import Tokenizer
-from forkserve.errors import ForkServeError
+from forkserve.errors import ConfigError, ForkServeError
 from forkserve.prompt_text import content, joined
 
-__all__ = ["render_prompt", "takes_system"]
+__all__ = ["render_prompt", "require_messages", "takes_system"]
 
 _WORD = "Ty6SystemWordQm"
 _takes: weakref.WeakKeyDictionary[Tokenizer, bool] = weakref.WeakKeyDictionary()
@@ -33,6 +33,34 @@ def render_prompt(
     if first == "system" and not (takes_system(tokenizer) if system is None else system):
         messages = _folded(messages)
     return tokenizer.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+
+def require_messages(messages: Sequence[Any]) -> None:
+    """Refuse what is no chat message: a mapping with a role, and content: text or a list of parts.
+
+    As OpenAI has it, an assistant's message that calls tools may do without content; no other may.
+    Raises ConfigError with the place of the first that is wrong.
+    """
+    for place, message in enumerate(messages):
+        where = f"chat message {place} of {len(messages)}"
+        if not isinstance(message, Mapping):
+            raise ConfigError(
+                f"{where} is {type(message).__name__}, not a dict with a 'role' and a 'content'"
+            )
+        role, said = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise ConfigError(
+                f"{where} has role={role!r}; give 'system', 'user', 'assistant' or 'tool'"
+            )
+        if said is None and not (role == "assistant" and message.get("tool_calls")):
+            raise ConfigError(
+                f"{where}, of role '{role}', has no content; give 'content', which only an "
+                "assistant's message with 'tool_calls' may lack"
+            )
+        if not isinstance(said, str | list | tuple | Mapping | None):
+            raise ConfigError(
+                f"{where}, of role '{role}', has content={said!r}; give text or a list of parts"
+            )
 
 
 def takes_system(tokenizer: Tokenizer) -> bool:

@@ -12,9 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from forkserve.clock import Clock
 from forkserve.config import ForkServeConfig
+from forkserve.errors import ConfigError
 from forkserve.types import Batch, BatchResult, ModelInfo, Span
 
-__all__ = ["Backend", "Portable", "Refilling", "Tokenizer"]
+__all__ = ["Backend", "Portable", "Refilling", "Tokenizer", "require_backend"]
+
+_ATTRIBUTES = ("config", "info", "tokenizer", "clock", "execute", "predict_ms", "discard", "close")
 
 
 @runtime_checkable
@@ -25,7 +28,8 @@ class Tokenizer(Protocol):
         """Ids of `text`; markers such as ``<|im_start|>`` become single ids unless special=False.
 
         In a `forkserve.prompt_text.PromptText` those that touch content become plain ids.
-        Adds nothing at either end (no begin-of-text)."""
+        Adds nothing at either end (no begin-of-text).
+        Raises ConfigError for half of a surrogate pair, which is no text."""
         ...
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
@@ -119,3 +123,15 @@ class Refilling(Protocol):
         keep a core for long.
         """
         ...
+
+
+def require_backend(given: object) -> None:
+    """Raise ConfigError for what is no `Backend`: its class, the name of a model, a config."""
+    if isinstance(given, type):
+        raise ConfigError(f"Engine takes a backend, not a class: Engine({given.__name__}(...))")
+    missing = [name for name in _ATTRIBUTES if not hasattr(given, name)]
+    if missing:
+        raise ConfigError(
+            f"Engine takes a backend, such as LocalBackend(ForkServeConfig(), 'smollm2'); "
+            f"{type(given).__name__} has no {', '.join(missing)}"
+        )

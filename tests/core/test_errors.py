@@ -54,6 +54,26 @@ def refused(eng: Engine, error: type[ForkServeError], match: str, verb: Verb) ->
     assert_same_as_cold(eng, "s")
 
 
+@pytest.mark.parametrize(
+    ("backend", "match"),
+    [
+        ("smollm2", r"LocalBackend\(ForkServeConfig\(\), 'smollm2'\); str has no config, info"),
+        (ForkServeConfig(), "ForkServeConfig has no config"),
+        (None, "NoneType has no config"),
+        (MockBackend, r"not a class: Engine\(MockBackend\(\.\.\.\)\)"),
+    ],
+)
+def test_what_is_no_backend(backend: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Engine(backend)
+
+
+def test_a_backend_with_something_else_for_its_config() -> None:
+    for wrong in ("smollm2", "", 5, {}):
+        with pytest.raises(ConfigError, match=r"first: MockBackend\(ForkServeConfig\(\)"):
+            MockBackend(wrong)  # type: ignore[arg-type]
+
+
 BAD_IDS = [
     ([], "at least one token"),
     ([1, -1], "-1 is not in the vocabulary of 1024"),

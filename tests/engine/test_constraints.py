@@ -171,9 +171,15 @@ def test_refused_grammars(tokenizer: LocalTokenizer) -> None:
 def test_without_the_library(tokenizer: LocalTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingExtra, match=r"forkserve\[engine\]"):
-        GrammarConstraint.from_regex(tokenizer, "a", vocab_size=SIZE, eos_ids=EOS)
-    with pytest.raises(MissingExtra, match=r"forkserve\[engine\]"):
-        GrammarConstraint.from_ebnf(tokenizer, 'root ::= "a"', vocab_size=SIZE, eos_ids=EOS)
+        GrammarConstraint(tokenizer, "{}", vocab_size=SIZE, eos_ids=EOS)
+    for make, grammar in (
+        (GrammarConstraint.from_json_schema, "{}"),
+        (GrammarConstraint.from_regex, "a"),
+        (GrammarConstraint.from_lark, 'start: "a"'),
+        (GrammarConstraint.from_ebnf, 'root ::= "a"'),
+    ):
+        with pytest.raises(MissingExtra, match=r"forkserve\[engine\]"):
+            make(tokenizer, grammar, vocab_size=SIZE, eos_ids=EOS)
 
 
 def test_folder_without_tokenizer(tmp_path: Path) -> None:

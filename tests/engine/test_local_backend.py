@@ -192,6 +192,8 @@ def test_a_forced_instruction_set_is_no_reason_for_torch(
 
 def test_settings_are_checked(checkpoint: Checkpoints) -> None:
     folder = checkpoint("llama")[1]
+    with pytest.raises(ConfigError, match=r"first: LocalBackend\(ForkServeConfig\(\), \.\.\.\)"):
+        LocalBackend("smollm2")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="float16"):
         LocalBackend(tiny_config(), folder, dtype="float16")
     with pytest.raises(ConfigError, match="threads"):

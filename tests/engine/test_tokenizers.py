@@ -15,7 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from forkserve.control.text import TextStream
 from forkserve.engine.local.tokenizer import LocalTokenizer
-from forkserve.errors import ModelError
+from forkserve.engine.mock import ByteTokenizer
+from forkserve.errors import ConfigError, ModelError
+from forkserve.prompt_text import plain
 
 CORPUS = [
     "An agent step is a tree: a trunk of tokens, branches that each add a few, one winner.",
@@ -228,3 +230,11 @@ def test_any_ids_stream_to_their_decode(seed: st.DataObject) -> None:
         got = "".join(stream.push([i]) for i in ids) + stream.finish()
         whole = tokenizer.decode_bytes(ids).decode("utf-8", "replace")
         assert whole in (got, f"{got}\ufffd")
+
+
+def test_half_of_a_surrogate_pair_is_no_text() -> None:
+    for tokenizer in (*makers(), ByteTokenizer()):
+        for text in ("a\ud800", plain("a\udfff"), "</s>\ud800" + plain("</s>"), "<|eos|>\ud800"):
+            for special in (True, False):
+                with pytest.raises(ConfigError, match=r"not valid Unicode.*position [0-9]"):
+                    tokenizer.encode(text, special=special)

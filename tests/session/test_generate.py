@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from forkserve import Branch, Engine, SamplingParams
+from forkserve import Branch, Engine, NodeMode, SamplingParams
 from forkserve.engine import MockBackend
 from forkserve.errors import (
     BackendError,
@@ -67,8 +67,18 @@ def test_sampling_by_params_and_by_name(eng: Engine) -> None:
     with eng.session("abc") as s:
         with pytest.raises(ConfigError, match="top_p"):
             s.generate(1, top_p=2.0)
-        with pytest.raises(TypeError, match="temprature"):
-            s.generate(1, temprature=2.0)
+        branch = s.fork("b")
+        for call in (
+            s.generate,
+            s.stream,
+            branch.generate,
+            lambda n, **options: s.generate_many([branch], n, **options),
+        ):
+            with pytest.raises(ConfigError, match=r"'temprature'.*did you mean 'temperature'"):
+                call(1, temprature=2.0)
+            with pytest.raises(ConfigError, match="must be SamplingParams, not dict"):
+                call(1, params={"seed": 1})  # type: ignore[arg-type]
+        assert branch.mode is NodeMode.SPEC
         with pytest.raises(ConfigError, match="max_tokens"):
             s.generate(-1)
 

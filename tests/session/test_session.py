@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from forkserve import Engine, NodeMode, SamplingParams, Session
-from forkserve.errors import ConfigError, NodeError, SessionError
+from forkserve.errors import ConfigError, ModelError, NodeError, SessionError
 
 Make = Callable[..., Engine]
 
@@ -34,6 +34,60 @@ def test_bad_prompts_are_refused(eng: Engine, prompt: object) -> None:
     with pytest.raises(ConfigError):
         Session(eng, prompt)  # type: ignore[arg-type]
     assert eng.sessions() == []
+
+
+ASKED = {"role": "user", "content": "x"}
+CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "match"),
+    [
+        (None, "not NoneType"),
+        (5, "not int"),
+        ({1, 2}, "not set"),
+        (ASKED, "list of chat messages, not dict"),
+        ([ASKED, "no"], "message 1 of 2 is str"),
+        ([{"content": "x"}], "message 0 of 1 has role=None"),
+        ([{"role": 1, "content": "x"}], "has role=1"),
+        ([ASKED, {"role": "user"}], "message 1 of 2, of role 'user', has no content"),
+        ([{"role": "assistant", "tool_calls": []}], "has no content"),
+        ([{**CALLING, "role": "tool"}], "has no content"),
+        ([{"role": "user", "content": 5}], "content=5"),
+        ([{"role": "user", "content": "a\ud800"}], "not valid Unicode"),
+    ],
+)
+def test_what_is_no_prompt_is_said(eng: Engine, prompt: object, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        eng.session(prompt)  # type: ignore[arg-type]
+    assert eng.sessions() == []
+
+
+def test_a_message_that_calls_tools_needs_no_content(eng: Engine) -> None:
+    answer = {"role": "tool", "content": ""}
+    texts = []
+    for calling in (CALLING, {**CALLING, "content": None}, {**CALLING, "content": ""}):
+        with eng.session([ASKED, calling, answer]) as s:
+            texts.append(s.text)
+    assert len({*texts}) == 1
+    assert "tool_call" in texts[0]
+
+
+def test_a_list_of_parts_is_for_templates_that_take_it(eng: Engine) -> None:
+    parts = [{"type": "text", "text": "x"}]
+    with pytest.raises(ModelError, match="takes text"):
+        eng.session([{"role": "user", "content": parts}])
+
+
+def test_text_that_is_none_is_refused_by_every_verb(eng: Engine) -> None:
+    with eng.session("abc") as s:
+        branch = s.fork("b", "x")
+        for verb in (s.commit, branch.commit, s.append, lambda text: s.fork("c", text)):
+            with pytest.raises(ConfigError, match="not valid Unicode"):
+                verb("\ud800")
+            with pytest.raises(ConfigError, match="text or integers"):
+                verb(5)  # type: ignore[arg-type]
+        assert (s.text, branch.alive) == ("abc", True)
 
 
 def test_options_reach_open(make: Make) -> None:
@@ -140,6 +194,8 @@ def test_commit_prefers_the_branch_that_is_named(eng: Engine) -> None:
         assert s.commit("same!", branch="two").winner == two.id
         assert two.alive
         assert not one.alive
+        new = s.commit("else", branch="three").winner  # a label: what fits nowhere gets it
+        assert s.branch(new).name == "three"
 
 
 def test_branch_by_id(eng: Engine) -> None:

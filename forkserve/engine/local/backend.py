@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from forkserve.clock import Clock, SystemClock
-from forkserve.config import ForkServeConfig
+from forkserve.config import ForkServeConfig, require_config
 from forkserve.engine.local.checkpoint import open_checkpoint
 from forkserve.engine.local.cost import CostModel
 from forkserve.engine.local.forked import torch_threads
@@ -41,7 +41,7 @@ class LocalBackend:
     "fp8" keeps KV rows in 8 bits there.  debug: refuse to write rows that the page pool says stand,
     or that the same batch reads, and on a GPU any row but those that works name (slower).
     Raises `ModelError` for weights that are missing, corrupt or unsupported, `ConfigError` for a
-    device that is not there.
+    config that is none or a device that is not there.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class LocalBackend:
         kv: str = "none",
         debug: bool = False,
     ) -> None:
+        require_config(config, "LocalBackend")
         if threads is not None and threads < 1:
             raise ConfigError(f"threads={threads} is out of range; give at least 1")
         threads = torch_threads(threads)

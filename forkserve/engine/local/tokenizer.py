@@ -16,6 +16,7 @@ from forkserve.engine.local.literal import Literal
 from forkserve.engine.local.vocabulary import from_metadata, named_tokens
 from forkserve.errors import ModelError
 from forkserve.prompt_text import Piece, PromptText, occurrences, pattern_of, plain
+from forkserve.values import utf8
 
 __all__ = ["LocalTokenizer"]
 
@@ -81,9 +82,15 @@ class LocalTokenizer:
         """Ids of `text`; adds nothing at either end.
 
         special=False: of the whole text as content.  Of a `PromptText` what is marked is content.
+        Raises ConfigError for half of a surrogate pair, which is no text.
         """
-        if not special:
-            text = plain(text)
+        try:
+            return self._encoded(text if special else plain(text))
+        except TypeError:  # the library's word for it
+            utf8(text)
+            raise
+
+    def _encoded(self, text: str) -> list[int]:
         own: list[Piece] = []
         pattern = self._controls if isinstance(text, PromptText) else None
         if pattern is not None and (self._folding or text.plain):  # type: ignore[attr-defined]
