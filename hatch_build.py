@@ -46,10 +46,11 @@ NEWER = {
     "amx": "#include <immintrin.h>\nvoid f() { _tile_dpbf16ps(0, 1, 2); _tile_dpbusd(3, 1, 2); }\n",
 }
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+ADVICE = "set CXX to g++ 11 or clang 14 or newer, or FORKSERVE_NATIVE=off"
 
 
 class BuildError(RuntimeError):
-    """The compiler is missing or refused the sources."""
+    """The compiler is missing or refused the sources.  The text is one line."""
 
 
 def build(folder: Path | None = None) -> list[Path]:
@@ -58,7 +59,7 @@ def build(folder: Path | None = None) -> list[Path]:
     machine = platform.machine().lower()
     targets = TARGETS.get(MACHINES.get(machine, machine), {})
     if compiler is None:
-        raise BuildError("no C++ compiler: install g++ or clang++, or name one in CXX")
+        raise BuildError(f"there is no C++ compiler; {ADVICE}")
     if not targets:
         raise BuildError(f"there are no native kernels for the processor '{machine}'")
     targets = {isa: flags for isa, flags in targets.items() if _compiles(compiler, isa, flags)}
@@ -103,7 +104,11 @@ def _run(command: list[str], target: Path) -> None:
     done = subprocess.run([*command, str(scratch)], capture_output=True, text=True, check=False)
     if done.returncode:
         scratch.unlink(missing_ok=True)
-        raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+        sys.stderr.write(f"{' '.join(command)}\n{done.stderr}")
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        told = next((line for line in lines if "error" in line), lines[0] if lines else "")
+        told = told or f"exit code {done.returncode}"
+        raise BuildError(f"compiler {command[0]} failed: {told}; {ADVICE}")
     if done.stderr:
         sys.stderr.write(done.stderr)
     os.replace(scratch, target)  # a program that has the old one loaded keeps it
@@ -117,14 +122,14 @@ class NativeHook(BuildHookInterface):  # type: ignore[misc, type-arg, unused-ign
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         wish = os.environ.get("FORKSERVE_NATIVE") or "auto"
         if wish not in ("auto", "require", "off"):
-            raise BuildError(f"FORKSERVE_NATIVE={wish} is unknown; auto, require and off are known")
+            self.app.abort(f"FORKSERVE_NATIVE={wish} is unknown; auto, require and off are known")
         if wish == "off":
             return
         try:
             libraries = build()
         except BuildError as error:
             if wish == "require":
-                raise
+                self.app.abort(str(error))  # ends the build; a traceback would bury the line
             self.app.display_warning(f"built without native kernels: {error}")
             return
         build_data["pure_python"] = False
@@ -134,5 +139,8 @@ class NativeHook(BuildHookInterface):  # type: ignore[misc, type-arg, unused-ign
 
 
 if __name__ == "__main__":
-    for path in build():
-        print(path.relative_to(ROOT))
+    try:
+        for path in build():
+            print(path.relative_to(ROOT))
+    except BuildError as error:
+        sys.exit(str(error))

@@ -19,7 +19,7 @@ from forkserve import __version__
 from forkserve.cli.backends import ENGINE_MODULES, MODEL_MODULE
 from forkserve.cli.record import state_path
 from forkserve.config import ForkServeConfig
-from forkserve.errors import ForkServeError
+from forkserve.errors import BackendError, ConfigError, ForkServeError
 from forkserve.kernels.native import library
 
 if TYPE_CHECKING:
@@ -28,9 +28,22 @@ if TYPE_CHECKING:
 __all__ = ["examine", "run_doctor"]
 
 _REQUIRED = ("blake3", "click", "httpx", "numpy", "pydantic", "rich", "sqlite-utils")
-_OPTIONAL = ("torch", "triton", "llguidance", "transformers", "vllm")
+_OPTIONAL = (
+    "torch",
+    "triton",
+    "llguidance",
+    "cryptography",
+    "zstandard",
+    "obstore",
+    "transformers",
+    "vllm",
+)
 # Modules that an extra brings, for those parts that this version has.
-_EXTRAS = {"engine": (*ENGINE_MODULES, "llguidance")}
+_EXTRAS = {
+    "engine": (*ENGINE_MODULES, "llguidance"),
+    "store": ("cryptography", "zstandard"),
+    "s3": ("obstore",),
+}
 _COPY_MB, _GEMM = 256, 1024
 _SMOLLM2_KV = 30 * 2 * 3 * 64 * 4  # layers, K and V, heads, size, bytes of a float32
 
@@ -66,7 +79,7 @@ def examine() -> dict[str, Any]:
         "model_found": model,
         "advice": advice,
         "devices": _devices(),
-        "native_kernels": _native(),
+        "native_kernels": _native(problems),
         "measured": {
             "copy_gb_s": _probe("the copy", _copy_gb_s, problems),
             "copy_mb": _COPY_MB,
@@ -96,10 +109,19 @@ def _missing(modules: Sequence[str]) -> list[str]:
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
-def _native() -> dict[str, Any]:
-    """Instruction sets that the native kernels can run on here, best first, and the one taken."""
-    why_not = library.available()
-    used = None if why_not else library.load().isa
+def _native(problems: list[str]) -> dict[str, Any]:
+    """Instruction sets that the native kernels can run on here, best first, and the one taken.
+
+    Without a library torch takes over; a wrong FORKSERVE_ISA stops the bundled engine.
+    """
+    used = why_not = None
+    try:
+        used = library.load().isa
+    except BackendError as error:
+        why_not = str(error)
+    except ConfigError as error:
+        why_not = str(error)
+        problems.append(f"FORKSERVE_ISA={os.environ.get('FORKSERVE_ISA')}: {error}")
     return {"used": used, "instruction_sets": library.supported(), "why_not": why_not}
 
 

@@ -181,7 +181,7 @@ def _about_times(report: Report) -> str:
                 f"; its load average was {report.load_average:.1f} on {cores} "
                 f"processor{'s' * (cores > 1)} before the demo began"
             )
-        text += ". Run benchmarks/ttft.py for a measurement."
+        text += ". Run `python -m benchmarks ttft` for a measurement."
     return text
 
 

@@ -15,7 +15,7 @@ import click
 
 from forkserve.cli import store_care
 from forkserve.cli.store_base import Amount, Group, Where, argument, pass_where
-from forkserve.cli.store_text import short, size, table, when
+from forkserve.cli.store_text import short, size, sound, table, when
 
 __all__ = ["group"]
 
@@ -43,7 +43,10 @@ __all__ = ["group"]
 def group(
     ctx: click.Context, folder: Path, key: str | None, far: str | None, as_json: bool
 ) -> None:
-    """Look at durable states, check them, move them, throw them away."""
+    """Look at durable states, check them, move them, throw them away.
+
+    These options go before the command: forkserve store --json ls.
+    """
     ctx.obj = Where(folder, key, as_json, far)
 
 
@@ -125,7 +128,9 @@ def _lookup(ctx: click.Context, tokens: str, salt: str) -> None:
         if wrong:
             raise ValueError(f"{wrong[0]!r} is no token id")
     except (ValueError, IndexError) as error:
-        raise click.BadParameter(f"not a list of token ids: {error}") from None
+        no_json = isinstance(error, json.JSONDecodeError) and tokens[0] != "@"
+        hint = f"; a file is given as @FILE: @{tokens}" if no_json else ""
+        raise click.BadParameter(f"not a list of token ids: {error}{hint}") from None
     with at.open() as store:
         found = admin.find_prefix(store, ids, salt)
     columns: dict[str, Callable[[Any], str]] = {"fingerprint": short, "architecture": str}
@@ -232,7 +237,7 @@ def _verify(ctx: click.Context) -> None:
         "problems": report.problems,
         "clean": report.clean,
     }
-    lines = [f"{report.checked} chunks, {size(report.bytes)}: " + ("sound" * report.clean)]
+    lines = [f"{report.checked} chunks, {size(report.bytes)}: " + sound(report.clean)]
     lines += [f"damaged: {c[:16]} in {p} ({w})" for p, c, w in report.faults]
     lines += [f"{report.dangling} files were missing"] * bool(report.dangling)
     lines += [f"{report.orphans} files that nothing names (gc takes them)"] * bool(report.orphans)
@@ -317,8 +322,11 @@ def _name(at: Where, name: str, to: str | None, remove: bool) -> None:
 @argument("file", "File to write.", type=click.Path(path_type=Path, dir_okay=False))
 @argument("what", "Names of states, ids of sessions; none: every named state.", nargs=-1)
 @click.option("--session", "sessions", multiple=True, help="A session whose id is a name as well.")
+@click.option("--force", is_flag=True, help="Overwrite FILE if it exists.")
 @pass_where
-def _export(at: Where, file: Path, what: tuple[str, ...], sessions: tuple[str, ...]) -> None:
+def _export(
+    at: Where, file: Path, what: tuple[str, ...], sessions: tuple[str, ...], force: bool
+) -> None:
     """Write named states (default: all) and whole sessions with their KV to one FILE.
 
     A session goes with its tree, its commits and what was published of its rows.
@@ -329,7 +337,7 @@ def _export(at: Where, file: Path, what: tuple[str, ...], sessions: tuple[str, .
     with at.open(write=True) as store, at.progress("export") as show:
         names, more = admin.sort_out(store.catalog, what)
         more += sessions
-        done = export_bundle(store.vault, file, names, more, show)
+        done = export_bundle(store.vault, file, names, more, show, overwrite=force)
         left = admin.lossy_only(store.catalog, names, more)
     _say_bundle(at, done, "exported")
     if left:

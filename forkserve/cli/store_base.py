@@ -37,11 +37,25 @@ class _Refusal(click.ClickException):
 
 
 class Group(click.Group):
-    """Errors of ours, and of the operating system, in one line."""
+    """Errors of ours, and of the operating system, in one line.
+
+    An option of the group that stands behind a command is refused with its right place.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            own = next((p for p in self.params if error.option_name in p.opts), None)
+            if not isinstance(own, click.Option) or error.ctx is None:
+                raise
+            value = "" if own.is_flag else f" {own.metavar or own.type.name.upper()}"
+            raise click.NoSuchOption(
+                error.option_name,
+                f"'{error.option_name}' goes before the command: {ctx.command_path} "
+                f"{error.option_name}{value} {error.ctx.info_name}",
+                ctx=error.ctx,
+            ) from error
         except (ForkServeError, OSError) as error:
             raise _Refusal(" ".join(str(error).split())) from error
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from forkserve.cli.store_base import Amount, Where, pass_where
-from forkserve.cli.store_text import size, table
+from forkserve.cli.store_text import size, sound, table
 from forkserve.errors import StoreError
 
 __all__ = ["COMMANDS"]
@@ -38,7 +38,7 @@ def _scrub(ctx: click.Context, most: int | None, rate: float | None) -> None:
         "missing": report.dangling,
         "problems": report.problems,
     }
-    lines = [f"{report.checked} chunks, {size(report.bytes)}: " + ("sound" * report.clean)]
+    lines = [f"{report.checked} chunks, {size(report.bytes)}: " + sound(report.clean)]
     lines += [f"damaged: {c[:16]} in {p} ({w})" for p, c, w in report.faults]
     lines += [f"{report.dangling} files were missing"] * bool(report.dangling)
     at.say(found, "\n".join([*lines, *report.problems]))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-__all__ = ["short", "size", "table", "when"]
+__all__ = ["short", "size", "sound", "table", "when"]
 
 
 def table(rows: list[dict[str, Any]], columns: dict[str, Callable[[Any], str]], none: str) -> str:
@@ -32,6 +32,11 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def sound(clean: bool) -> str:
+    """What a check found, in a word."""
+    return "sound" if clean else "damaged"
 
 
 def short(chain: str | None) -> str:

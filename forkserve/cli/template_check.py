@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from forkserve.adapters.checking import Step, check_template, read_conversation
+from forkserve.engine import needs_engine_extra
 from forkserve.errors import ConfigError
 
 __all__ = ["run_template_check"]
@@ -20,7 +21,8 @@ _WIDTH = 96
 
 def run_template_check(model: str, conversation: Path | None, *, as_json: bool) -> bool:
     """Print the steps; whether every one keeps all that was held and leaves nothing out."""
-    from forkserve.engine.local.checkpoint import open_tokenizer
+    with needs_engine_extra():
+        from forkserve.engine.local.checkpoint import open_tokenizer
 
     given = read_conversation(*_read(conversation))
     report = check_template(open_tokenizer(model), given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from forkserve.engine.mock import MockBackend
@@ -14,14 +16,21 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "LocalBackend", "MockBackend", "Portable", "Tokenizer"]
 
 
+@contextmanager
+def needs_engine_extra() -> Iterator[None]:
+    """For imports of `engine.local`: a library that is not there becomes `MissingExtra`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").split(".")[0]
+        if module == "forkserve":
+            raise
+        raise MissingExtra("The bundled engine", "engine", module) from error
+
+
 def __getattr__(name: str) -> Any:
     if name == "LocalBackend":
-        try:
+        with needs_engine_extra():
             from forkserve.engine.local import LocalBackend
-        except ModuleNotFoundError as error:
-            module = (error.name or "").split(".")[0]
-            if module == "forkserve":
-                raise
-            raise MissingExtra("The bundled engine", "engine", module) from error
         return LocalBackend
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -76,15 +76,19 @@ def export_bundle(
     names: Sequence[str] = (),
     sessions: Sequence[str] = (),
     progress: Progress | None = None,
+    *,
+    overwrite: bool = False,
 ) -> Bundle:
     """Write named states and sessions (default: all named states) with their chunks to a file.
 
     A session goes with its tree and commits, and with those rows that were published.  The file
-    appears whole or not at all.  Raises StoreError (unknown name or session, a chunk that is
-    damaged or not readable, more text than a bundle holds), OSError.
+    appears whole or not at all; overwrite: in place of one that is there.  Raises StoreError
+    (unknown name or session, a file that is there, a chunk that is damaged or not readable, more
+    text than a bundle holds), OSError.
     """
     if not target.parent.is_dir():
         raise StoreError(f"there is no directory {target.parent} to write {target.name} to")
+    _check_target(target, overwrite)
     chosen, whole = list(dict.fromkeys(names)), list(dict.fromkeys(sessions))
     if not chosen and not whole:
         chosen = [str(r[0]) for r in vault.catalog.read("SELECT name FROM name")]
@@ -120,10 +124,19 @@ def export_bundle(
                         progress(number + 1, len(chunks))
             file.flush()
             os.fsync(file.fileno())
+        _check_target(target, overwrite)  # it may have come meanwhile
         os.replace(temp, target)
     finally:
         temp.unlink(missing_ok=True)
     return Bundle(tuple(chosen), tuple(whole), len(chunks), total)
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if os.path.lexists(target) and not overwrite:
+        raise StoreError(
+            f"{target} exists and was left as it is: give another file, or ask for it to be "
+            "overwritten (--force, overwrite=True)"
+        )
 
 
 def _chunks(vault: Vault, tails: Sequence[str]) -> list[dict[str, Any]]:

@@ -60,6 +60,7 @@ def test_where_only_the_losing_branch_was_computed() -> None:
 
 def test_times_say_what_they_are() -> None:
     text = shown(turn())
+    assert "Run `python -m benchmarks ttft` for a measurement." in text
     assert "single samples on this machine; its load average was 1.2 on" in text
     assert "load average" not in shown(turn(), load=None)
     assert "single samples" not in shown(turn(), clock="virtual")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_json(run: Run, model: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_read(run: Run, model: Path, tmp_path: Path) -> None:
     for arguments, match in (
-        ([str(tmp_path / "none.gguf")], "no model at"),
+        ([str(tmp_path / "none.gguf")], "a folder with tokenizer.json, or"),
         ([str(tmp_path)], "no tokenizer.json"),
         ([str(model), str(tmp_path / "none.json")], "cannot read the conversation"),
         ([str(model), write(tmp_path / "talk.json", [QUESTION])], "no turn"),
@@ -105,6 +106,16 @@ def test_what_cannot_be_read(run: Run, model: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     result = run("template-check", str(model), str(tmp_path / "bad.json"))
     assert "cannot read the conversation" in result.stderr
+
+
+def test_without_the_engine_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("forkserve.engine.local")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = run("template-check", "smollm2")
+    assert result.exit_code == 2
+    assert "needs the module 'torch'" in result.stderr
+    assert "pip install 'forkserve[engine]'" in result.stderr
 
 
 @pytest.mark.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import subprocess
 import sys
@@ -131,6 +132,30 @@ def test_doctor_says_what_is_broken(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert result.exit_code == 1
     assert "the loop stands still" in result.stdout
     assert "no-such-package-here is required" in result.stdout
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_fails_where_the_engine_would(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORKSERVE_ISA", "sse")
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["problems"] == [f"FORKSERVE_ISA=sse: {found['native_kernels']['why_not']}"]
+    assert "'sse' is unknown" in found["problems"][0]
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_knows_the_extras_of_the_store(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    gone = ("cryptography", "zstandard", "obstore")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in gone else there(name)
+    )
+    found = json.loads(run("doctor", "--json").stdout)
+    assert set(gone) <= set(found["versions"])
+    assert found["missing"]["store"] == ["cryptography", "zstandard"]
+    assert found["missing"]["s3"] == ["obstore"]
+    assert "pip install 'forkserve[store]'" in found["advice"]
 
 
 # --- the group --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ def test_folder_without_weights_or_config(folder: Path) -> None:
     (folder / "config.json").write_text("[]")
     fails(folder, "JSON object")
     (folder / "config.json").unlink()
-    fails(folder, r"cannot read .*config\.json")
+    fails(folder, rf"^{re.escape(str(folder))} has no config\.json$")
 
 
 def test_truncated_safetensors(folder: Path) -> None:

@@ -127,13 +127,42 @@ def test_installed_demo_on_the_mock(installed: Path, tmp_path: Path) -> None:
     assert report["identity"]["checked"] == report["identity"]["equal"] > 0
 
 
-def test_an_unknown_wish_for_native_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slip such as FORKSERVE_NATIVE=required must not leave the package slow in silence."""
+def build_fails(monkeypatch: pytest.MonkeyPatch, wish: str) -> None:
+    """Run the hook with FORKSERVE_NATIVE=`wish`: it ends the build, without a traceback."""
     hatch_build = pytest.importorskip("hatch_build")
-    hook = object.__new__(hatch_build.NativeHook)
-    monkeypatch.setenv("FORKSERVE_NATIVE", "required")
-    with pytest.raises(hatch_build.BuildError, match="FORKSERVE_NATIVE=required is unknown"):
+    pytest.importorskip("hatchling")
+    hook = hatch_build.NativeHook(str(ROOT), {}, None, None, str(ROOT), "wheel")
+    monkeypatch.setenv("FORKSERVE_NATIVE", wish)
+    with pytest.raises(SystemExit) as end:
         hook.initialize("standard", {})
+    assert end.value.code == 1
+
+
+def test_an_unknown_wish_for_native_kernels_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slip such as FORKSERVE_NATIVE=required must not leave the package slow in silence."""
+    build_fails(monkeypatch, "required")
+    assert "FORKSERVE_NATIVE=required is unknown" in capsys.readouterr().err
+
+
+def test_a_build_that_fails_ends_with_one_line_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hatch_build = pytest.importorskip("hatch_build")
+    advice = "; set CXX to g++ 11 or clang 14 or newer, or FORKSERVE_NATIVE=off"
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'In file a.h:\nx.cpp:1: error: too new' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(hatch_build, "ROOT", tmp_path)  # no object of an earlier build
+    monkeypatch.setattr(hatch_build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("CXX", str(compiler))
+    build_fails(monkeypatch, "require")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"compiler {compiler} failed: x.cpp:1: error: too new{advice}"
+    monkeypatch.setattr(hatch_build.shutil, "which", lambda name: None)
+    build_fails(monkeypatch, "require")
+    assert capsys.readouterr().err == f"there is no C++ compiler{advice}\n"
 
 
 def test_a_compiler_without_amx_builds_the_other_libraries(

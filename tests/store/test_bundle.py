@@ -179,6 +179,23 @@ def test_export_says_what_it_cannot_do(tmp_path: Path, bundle: Path) -> None:
     assert not list(tmp_path.glob(".out*"))
 
 
+def test_an_export_overwrites_only_what_it_is_asked_to(tmp_path: Path, bundle: Path) -> None:
+    target, late, link = tmp_path / "out", tmp_path / "late", tmp_path / "link"
+    target.write_text("a thesis")
+    link.symlink_to(tmp_path / "nothing")
+    with Store(tmp_path / "from", "shared") as store:
+        for taken in (target, link):
+            with pytest.raises(StoreError, match=f"{taken} exists"):
+                export_bundle(store.vault, taken)
+        with pytest.raises(StoreError, match="late exists"):  # it came while chunks were written
+            export_bundle(store.vault, late, progress=lambda done, total: late.touch())
+        assert target.read_text() == "a thesis"
+        assert late.read_bytes() == b""
+        export_bundle(store.vault, target, overwrite=True)
+    assert target.read_bytes() == bundle.read_bytes()
+    assert not list(tmp_path.glob(".*.tmp-*"))
+
+
 def test_an_encrypted_bundle_needs_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cryptography")
     monkeypatch.setenv("K", "33" * 32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,15 @@ def test_verify_finds_damage_once(folder: Path) -> None:
     assert [d["why"] for d in found["damaged"]] == ["payload"]
     assert ask(folder, "verify")["clean"] is True
     assert ask(folder, "du")["places"]["disk"]["aside"] == 1
+
+
+@pytest.mark.parametrize("command", ["verify", "scrub"])
+def test_a_check_that_finds_damage_says_so_first(folder: Path, command: str) -> None:
+    one = next((folder / "chunks").rglob("*.kv"))
+    one.write_bytes(one.read_bytes()[:-1] + b"?")
+    first, second, *_ = run(folder, command, code=1).output.splitlines()
+    assert re.fullmatch(r"2 chunks, \d+\.\d kB: damaged", first)
+    assert second == f"damaged: {one.stem[:16]} in disk (payload)"
 
 
 def test_pins_names_and_garbage(folder: Path) -> None:

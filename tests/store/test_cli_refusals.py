@@ -215,6 +215,22 @@ def test_a_new_store_can_take_the_folder_of_a_lost_one(tmp_path: Path, bundle: P
 # -------------------------------------------------------------------- small ones
 
 
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        (["ls", "--json"], "store --json ls"),
+        (["verify", "--far", "x"], "store --far URL verify"),
+        (["show", "-d", "x", "n"], "store -d DIRECTORY show"),
+    ],
+)
+def test_an_option_behind_its_command_is_told_its_place(words: list[str], right: str) -> None:
+    done = CliRunner().invoke(group, words, prog_name="store")
+    assert done.exit_code == 2
+    assert f" goes before the command: {right}\n" in done.output
+    unknown = CliRunner().invoke(group, ["ls", "--nonsense"], prog_name="store")
+    assert "before the command" not in unknown.output
+
+
 @pytest.mark.parametrize("text", ["1.9,2", "true", '"1"', "1,-1", "2147483648", "null", "[1]"])
 def test_token_ids_are_whole_numbers(tmp_path: Path, bundle: Path, text: str) -> None:
     assert "is no token id" in run(tmp_path / "source", "lookup", text, code=2).output
@@ -245,11 +261,11 @@ def test_an_export_says_what_it_leaves_out(tmp_path: Path) -> None:
         db.execute("DROP TRIGGER part_fixed")  # rows of the mock are no vectors to quantise
         db.execute("UPDATE part SET format = 'int8'")
     for what in ([], ["x"], ["agent"]):
-        done = run(tmp_path / "s", "export", tmp_path / "b", *what)
+        done = run(tmp_path / "s", "export", "--force", tmp_path / "b", *what)
         said = "2 chunks are stored in a lossy format alone and were left out"
         assert said in done.stderr
     done = CliRunner().invoke(
-        group, ["-d", str(tmp_path / "s"), "--json", "export", str(tmp_path / "b")]
+        group, ["-d", str(tmp_path / "s"), "--json", "export", str(tmp_path / "c")]
     )
     assert json.loads(done.stdout)["chunks"] == 0
 

