@@ -34,7 +34,7 @@ from forkserve.store.seal import Sealer
 __all__ = ["Loaded", "Stored", "Vault"]
 
 _log = logging.getLogger(__name__)
-_TRIES = 3
+_TRIES = 64  # each that fails is a gc that began before: as many as run at once may get in between
 _STAGED = 8 << 20  # bytes held in memory before they are made durable
 
 
