@@ -13,11 +13,10 @@ from forkserve.engine import LocalBackend
 from forkserve.engine.local import kv
 from forkserve.kernels.native import library
 from forkserve.store import Store
-from forkserve.tree.rows import spans
 from forkserve.types import SamplingParams
-from forkserve.warming import ready
 
 from .conftest import Checkpoints
+from .resident import resident_rows
 
 FREE = SamplingParams(ignore_eos=True)
 pytestmark = pytest.mark.skipif(library.available() is not None, reason=str(library.available()))
@@ -39,16 +38,9 @@ class Cold:
         if key not in self.known:
             h = self.engine.open(text)
             out = self.engine.generate(h.id, count, params=FREE)
-            self.known[key] = out, rows(self.engine, h.id)
+            self.known[key] = out, resident_rows(self.engine, h.id)[1]
             self.engine.close(h.id)
         return self.known[key]
-
-
-def rows(eng: Engine, session: str) -> bytes:
-    tree = eng.tree(session)
-    upto = ready(tree.tip)
-    backend: Any = eng.backend
-    return bytes(backend.read_rows(spans(tree, tree.tip, upto)))
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -88,7 +80,7 @@ def test_what_comes_back_is_what_a_cold_engine_computes(
             tokens, held = cold(text, count)
             assert eng.generate(h.id, count, params=FREE) == tokens, turn
             eng.warm(h.id)
-            mine = rows(eng, h.id)
+            _, mine = resident_rows(eng, h.id)
             if len(mine) == len(held):
                 assert mine == held, turn
             eng.check()
