@@ -130,10 +130,13 @@ class Report:
         )
 
 
+_LEAST = 0.25  # s
+
+
 class Span:
     """Wall time of a block, and the share of all cores that other processes used meanwhile.
 
-    others is None for a block too short for the kernel's clock of 10 ms.
+    others is None for a block shorter than `_LEAST`: the kernel counts in steps of 10 ms.
     """
 
     wall = 0.0
@@ -147,7 +150,7 @@ class Span:
         self.wall = time.perf_counter() - self._begin
         own = _own_s() - self._own
         total = max(_busy_s() - self._busy - own, 0.0)
-        if self.wall > 0.25:
+        if self.wall > _LEAST:
             self.others = round(min(1.0, total / (self.wall * (os.cpu_count() or 1))), 3)
 
 
@@ -185,13 +188,18 @@ class Rounds(Generic[T]):
 
 
 def repeat(once: Callable[[int], T], rounds: int, budget_s: float) -> Rounds[T]:
-    """Run rounds until enough of them were quiet, or the time is over and there are enough."""
+    """Run rounds until enough of them were quiet, or the time is over and there are enough.
+
+    Short ones are judged together, as many as take `_LEAST`.
+    """
     done: list[tuple[T, float | None]] = []
     end = time.perf_counter() + budget_s
     while True:
+        begin, values = time.perf_counter(), list[T]()
         with Span() as span:
-            value = once(len(done))
-        done.append((value, span.others))
+            while time.perf_counter() - begin <= _LEAST:
+                values.append(once(len(done) + len(values)))
+        done += [(value, span.others) for value in values]
         quiet = [d for d in done if d[1] is not None and d[1] <= QUIET]
         if len(quiet) >= rounds or (len(done) >= rounds and time.perf_counter() > end):
             break
