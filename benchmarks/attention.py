@@ -144,7 +144,7 @@ def branches(
             flash(stacked, keys, values)
 
     rounds, budget = (2, 1.0) if options.quick else (9, 60.0)
-    return repeat(lambda _: (ms(together), ms(passes), ms(torchs)), rounds, budget)
+    return repeat(lambda _: (warm(together), warm(passes), warm(torchs)), rounds, budget)
 
 
 def prefill(report: Report, options: Options, threads: int) -> None:
@@ -182,8 +182,11 @@ def prompt(
         for _ in range(layers):
             flash(heads, k, v, 0.0, True)
 
+    def product() -> None:
+        torch.mm(a, a)
+
     rounds, budget = (2, 1.0) if options.quick else (7, 40.0)
-    return repeat(lambda _: (ms(native), ms(torchs), ms(lambda: torch.mm(a, a))), rounds, budget)
+    return repeat(lambda _: (warm(native), warm(torchs), warm(product)), rounds, budget)
 
 
 def planning(report: Report, options: Options, threads: int) -> None:
@@ -257,6 +260,12 @@ def forest(count: int, nodes: int | None, steps: int) -> tuple[list[Branch], int
         start = path[-1].start + path[-1].length
         branches.append((path, span(-1 - i, start, steps)))
     return branches, pages
+
+
+def warm(call: Callable[[], object]) -> float:
+    """ms of a call right after one like it: threads of the kernel before spin on for a while."""
+    call()
+    return ms(call)
 
 
 def ms(call: Callable[[], object]) -> float:
