@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME...] [--quick] [--profile] [--plot] [--json FILE]``."""
+"""``python -m benchmarks [NAME...] [--quick] [--profile] [--plot] [--redraw] [--json FILE]``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.measure import ROOT, Options, Report, Span
+from benchmarks.measure import RESULTS, ROOT, Options, Report, Span
 from benchmarks.plot import draw
 
 NAMES = (
@@ -28,8 +28,9 @@ def run(name: str, options: Options) -> Report:
     return report
 
 
-def plot(name: str, data: dict[str, Any], saved: Path, console: Console) -> None:
+def plot(name: str, data: dict[str, Any], console: Console) -> None:
     """Draw the charts of a benchmark that has some beside its kept result."""
+    saved = RESULTS / f"{name}.json"
     charts = getattr(import_module(f"benchmarks.{name}"), "CHARTS", ())
     if charts:
         path = draw(data, charts, saved.with_suffix(".svg"))
@@ -44,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes; results are not kept")
     parser.add_argument("--profile", action="store_true", help="also say where the time goes")
     parser.add_argument("--plot", action="store_true", help="also draw charts (needs matplotlib)")
+    parser.add_argument("--redraw", action="store_true", help="run nothing: draw kept results")
     parser.add_argument("--json", metavar="FILE", help="write all results there as one JSON list")
     args = parser.parse_args(given)
     unknown = sorted(set(args.names) - set(NAMES))
@@ -54,6 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = Options(args.quick, args.profile, " ".join(["python -m benchmarks", *shown]))
     console = Console(width=None if sys.stdout.isatty() else 170)
     results: list[dict[str, Any]] = []
+    if args.redraw:
+        for name in names:
+            if (kept := RESULTS / f"{name}.json").exists():
+                plot(name, json.loads(kept.read_text()), console)
+        return 0
     for name in names:
         print(f"running {name} ...", file=sys.stderr, flush=True)
         report = run(name, options)
@@ -63,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
             saved = report.save(results[-1])
             console.print(f"  kept in {saved.relative_to(ROOT)}", style="dim")
             if args.plot:
-                plot(name, results[-1], saved, console)
+                plot(name, results[-1], console)
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
     return 0

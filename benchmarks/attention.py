@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.measure import Options, Report, Rounds, Target, median, repeat, share
 from benchmarks.models import bandwidth
+from benchmarks.plot import Chart
 from benchmarks.tiles import Branch, step
 from forkserve.kernels.native.attention import AttentionPlan, Pool, gather
 from forkserve.kernels.native.grown_tables import TablePlanner
@@ -272,3 +273,6 @@ def ms(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
     call()
     return (time.perf_counter() - begin) * 1e3
+
+
+CHARTS = (Chart("ms a step", ("KV", "k"), ("native", "k passes", "flash")),)

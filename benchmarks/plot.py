@@ -10,7 +10,10 @@ from typing import Any
 
 __all__ = ["Chart", "draw"]
 
-COLOURS = ("#1b6ca8", "#e0a030", "#b04a4a", "#7a7a7a", "#4a9a6a")
+COLOURS = (
+    *("#1b6ca8", "#e0a030", "#b04a4a", "#7a7a7a", "#4a9a6a"),
+    *("#8a5ab0", "#5ab0c8", "#c87ab0", "#a08050", "#304050"),
+)
 
 
 @dataclass(frozen=True)
@@ -18,12 +21,19 @@ class Chart:
     """Bars of one table: the one whose title begins with `table`.
 
     labels: columns that name a group of bars.  bars: columns that give its heights, each named by
-    how it begins.
+    how it begins; without any, all that hold nothing but numbers, so that peers may be lacking.
     """
 
     table: str
     labels: Sequence[str]
-    bars: Sequence[str]
+    bars: Sequence[str] = ()
+
+    def columns(self, table: Mapping[str, Any]) -> list[str]:
+        """The columns of the bars in a kept table.  Shares of the CPU are nobody's result."""
+        if self.bars:
+            return [next(c for c in table["columns"] if c.startswith(bar)) for bar in self.bars]
+        rest = [c for c in table["columns"] if c not in {*self.labels, "others"}]
+        return [c for c in rest if all(isinstance(row[c], int | float) for row in table["rows"])]
 
 
 def draw(data: Mapping[str, Any], charts: Sequence[Chart], path: Path) -> Path:
@@ -41,7 +51,7 @@ def draw(data: Mapping[str, Any], charts: Sequence[Chart], path: Path) -> Path:
     for axis, chart in zip(axes[:, 0], charts, strict=True):
         table = next(t for t in data["tables"] if t["title"].startswith(chart.table))
         rows = table["rows"]
-        columns = [next(c for c in table["columns"] if c.startswith(bar)) for bar in chart.bars]
+        columns = chart.columns(table)
         width = 0.8 / len(columns)
         for number, column in enumerate(columns):
             places = [i + (number - (len(columns) - 1) / 2) * width for i in range(len(rows))]
@@ -49,12 +59,12 @@ def draw(data: Mapping[str, Any], charts: Sequence[Chart], path: Path) -> Path:
             bars = axis.bar(places, heights, width * 0.95, color=COLOURS[number], label=column)
             axis.bar_label(bars, fmt=_short, fontsize=6)
         axis.set_xticks(range(len(rows)), [_label(r, chart) for r in rows])
-        axis.tick_params(labelsize=7)
-        axis.set_title(f"{chart.table} (log scale)", fontsize=9, loc="left")
+        axis.tick_params(which="both", labelsize=7)
+        axis.set_title(fill(f"{table['title']} (log scale)", 110), fontsize=9, loc="left")
         axis.set_yscale("log")
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(fontsize=7, frameon=False, ncols=len(columns))
-        axis.margins(y=0.25)
+        axis.legend(fontsize=7, frameon=False, ncols=8)
+        axis.margins(y=0.3)
     figure.savefig(path, metadata={"Date": None, "Creator": "ForkServe benchmarks"})
     pyplot.close(figure)
     return path

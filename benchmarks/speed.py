@@ -22,6 +22,7 @@ from benchmarks import models
 from benchmarks.measure import Options, Report, Target, median, repeat, share
 from benchmarks.peers.hugging_face import HuggingFace
 from benchmarks.peers.workers import LlamaCpp, Vllm
+from benchmarks.plot import Chart
 from forkserve import Engine, ForkServeConfig, SamplingParams
 from forkserve.engine.local.checkpoint import open_checkpoint
 from forkserve.kernels.native import library
@@ -356,3 +357,11 @@ def target(report: Report, what: str, wanted: float, value: float | None, option
         "no peer" if value is None else f"others took {share(report.tables[-1].rows[-1]['others'])}"
     )
     report.targets.append(Target(what, f">= {wanted}", value, known, why))
+
+
+CHARTS = (
+    Chart("prefill", ("tokens",)),
+    Chart("one stream", ("context",)),
+    Chart("8 branches over one", ("trunk",)),
+    Chart("one of 8 forks", ("trunk",)),
+)

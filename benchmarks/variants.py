@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from benchmarks import models
 from benchmarks.measure import Options, Report, Target, median
+from benchmarks.plot import Chart
 from forkserve.config import ForkServeConfig
 from forkserve.engine import LocalBackend
 from forkserve.engine.local.runner import VARIANTS
@@ -114,3 +115,6 @@ def timed(backend: LocalBackend, work: Work, size: Size) -> float:
         backend.execute(Batch([work]))
         spans.append(time.perf_counter() - begin)
     return median(spans)
+
+
+CHARTS = (Chart("2048 positions", ("variant",), ("prefill", "decode at 128", "decode at 2048")),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -156,18 +157,27 @@ def test_native_kernels(tmp_path: Path, name: str) -> None:
     assert kept() == before
 
 
-def test_charts_are_drawn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["trees", "trajectories", "speed", "attention", "variants"])
+def test_charts_are_drawn(tmp_path: Path, name: str) -> None:
     """From the kept results, so that they fit what the charts name."""
     pytest.importorskip("matplotlib")
-    from benchmarks import trajectories, trees
     from benchmarks.plot import draw
 
-    for module in (trees, trajectories):
-        name = module.__name__.rpartition(".")[2]
-        data = json.loads((RESULTS / "cpu" / f"{name}.json").read_text())
-        drawn = draw(data, module.CHARTS, tmp_path / f"{name}.svg").read_text()
-        assert "<svg" in drawn
-        assert drawn == draw(data, module.CHARTS, tmp_path / "again.svg").read_text()
+    charts = importlib.import_module(f"benchmarks.{name}").CHARTS
+    data = json.loads((RESULTS / "cpu" / f"{name}.json").read_text())
+    drawn = draw(data, charts, tmp_path / f"{name}.svg").read_text()
+    assert "<svg" in drawn
+    assert drawn == draw(data, charts, tmp_path / "again.svg").read_text()
+
+
+def test_kept_results_are_drawn_without_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import __main__ as command
+
+    drawn: list[str] = []
+    monkeypatch.setattr(command, "plot", lambda name, data, console: drawn.append(data["name"]))
+    monkeypatch.setattr(command, "run", None)
+    assert command.main(["speed", "trees", "--redraw"]) == 0
+    assert drawn == ["speed", "trees"]
 
 
 def test_without_the_recordings_a_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
