@@ -129,7 +129,7 @@ class Opening(Tiering):
 
     def close(self, session: str) -> None:
         """End a session and give back its pages.  Idempotent; published pages stay cached."""
-        self._saved(session, now=True)  # what was streamed, too: nobody has waited for its end
+        self._saved(session, now=True)  # a generation, too: nobody may have waited for it
         self._end(session, None)
 
     def _end(self, session: str, only: ContextTree | None) -> None:
