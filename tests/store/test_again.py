@@ -145,6 +145,16 @@ def test_what_got_a_successor_after_it_was_chosen_is_not_evicted(tmp_path: Path)
     assert good(v, LINKS) == 3, "no hole"
 
 
+def test_gc_tells_what_it_took_and_not_what_it_had_seen(tmp_path: Path) -> None:
+    v, other = vault(tmp_path), vault(tmp_path)
+    v.put(PRINT, LINKS, rows)
+    forsake(v)
+    at("gc.marked", lambda: pin(other, LINKS[1].id))
+    swept = collect(v, grace_s=HOUR)
+    assert (swept.chunks, good(v, LINKS)) == (1, 2)
+    assert v.catalog.counters()["evicted_bytes/disk/gc"] == swept.bytes == FILE
+
+
 # -------------------------------------------------------------------- further places
 
 
