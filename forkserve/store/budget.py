@@ -28,13 +28,15 @@ __all__ = ["Budget", "Evicted"]
 
 _log = logging.getLogger(__name__)
 
-_ROWS = """
+_KEPT = """
 WITH RECURSIVE kept (chain) AS (
   SELECT chain FROM name WHERE chain IS NOT NULL
   UNION SELECT chain FROM pin WHERE until IS NULL OR until > ?1
   UNION SELECT chain FROM lease WHERE at + ttl > ?1
   UNION SELECT c.parent FROM kept JOIN chunk AS c ON c.chain = kept.chain
-), live (chain) AS (
+)
+"""
+_ROWS = f"""{_KEPT}, live (chain) AS (
   SELECT n.chain FROM node AS n JOIN session AS s ON s.id = n.session
     WHERE s.closed_at IS NULL AND n.chain IS NOT NULL
   UNION SELECT c.parent FROM live JOIN chunk AS c ON c.chain = live.chain
@@ -47,6 +49,11 @@ SELECT c.fingerprint, c.chain, c.parent, c.start, c.tokens, c.uses, c.used_at, p
           WHERE o.content = p.content AND o.place != ?2)
 FROM replica AS r JOIN part AS p USING (content) JOIN chunk AS c ON c.id = p.chunk
 WHERE r.place = ?2
+"""
+_NEEDED = """
+SELECT 1 FROM outbox WHERE content = ?1 AND place != ?2
+UNION ALL SELECT 1 FROM chunk AS c JOIN part AS p ON p.chunk = c.id
+  JOIN replica AS r USING (content) WHERE c.fingerprint = ?3 AND c.parent = ?4 AND r.place = ?2
 """
 
 
@@ -61,8 +68,10 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Bytes that may go.  others: further places that hold them, with commas."""
+    """Bytes that may go.  chunk: fingerprint's row and chain.  others: further places that hold
+    them, with commas."""
 
+    chunk: tuple[int, str]
     content: str
     used: int
     others: str
@@ -145,9 +154,10 @@ class Budget:
         parts: dict[tuple[int, str], list[_Part]] = {}
         fast: set[tuple[int, str]] = set()
         for which, chain, _, _, _, _, _, content, used, kept, _, others in restful(rows):
-            parts.setdefault((which, chain), []).append(_Part(content, used, others or ""))
+            key = which, chain
+            parts.setdefault(key, []).append(_Part(key, content, used, others or ""))
             if kept:
-                fast.add((which, chain))
+                fast.add(key)
         items: dict[tuple[int, str], tuple[Held, tuple[int, str]]] = {}
         seen: set[tuple[int, str]] = set()
         for which, chain, parent, start, tokens, uses, at, _, _, _, live, _ in restful(rows):
@@ -183,7 +193,7 @@ class Budget:
 
     def _evict(self, chosen: list[_Part]) -> Evicted:
         """Let parts go from here; one that has no copy elsewhere and cannot be given one stays."""
-        vault, moved, gone = self._vault, 0, list[_Part]()
+        vault, moved, gone, lost = self._vault, 0, list[_Part](), set[str]()
         places = list(vault.depots)
         further = places[places.index(self.place) + 1 :]
         for part in chosen:
@@ -192,7 +202,7 @@ class Budget:
                     vault.copy_one(part.content, self.place, further[0])
                     moved += 1
                 except FileNotFoundError:
-                    pass  # it is gone already: the row goes as well
+                    lost.add(part.content)  # it is gone already: the row goes as well
                 except ChunkFault:
                     continue  # damaged, and set aside
                 except (OSError, StoreError) as error:
@@ -202,8 +212,8 @@ class Budget:
                     break  # what is above it stays, too: no hole, and the place is away
             gone.append(part)
         faults.reach("evict.copied")
+        gone = self._unlist(gone, lost)
         contents, freed = [part.content for part in gone], sum(part.used for part in gone)
-        vault.catalog.forget(self.place, contents)
         faults.reach("evict.unlisted")
         for _ in delete_unnamed(vault, self.place, contents):
             pass
@@ -213,3 +223,26 @@ class Budget:
             vault.catalog.count(f"evicted_bytes/{self.place}/budget", freed)
             vault.catalog.event("evicted", place=self.place, reason="budget", **detail)
         return Evicted(len(gone), freed, moved)
+
+    def _unlist(self, chosen: list[_Part], lost: set[str]) -> list[_Part]:
+        """Strike the rows of parts that may still go, and of those that are `lost`.
+
+        Since they were chosen somebody may have named, pinned or begun to read a chunk, or stored
+        one that follows it.
+        """
+        now, out = self._vault.catalog.now(), []
+        with self._vault.catalog.write() as db:
+            kept = {row[0] for row in db.execute(_KEPT + "SELECT chain FROM kept", (now,))}
+            for part in chosen:  # the ends of chains first
+                content, chain = part.content, part.chunk[1]
+                needed = (
+                    chain in kept
+                    or db.execute(_NEEDED, (content, self.place, *part.chunk)).fetchone()
+                )
+                if needed and content not in lost:
+                    continue
+                db.execute(
+                    "DELETE FROM replica WHERE place = ? AND content = ?", (self.place, content)
+                )
+                out.append(part)
+        return out

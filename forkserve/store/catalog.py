@@ -1,39 +1,26 @@
-"""The catalog: which chunks exist, where their bytes lie, and what happened.
+"""The catalog: which chunks exist, and where their bytes lie.
 
-Plain SQLite.  One connection a process, one lock; every write is one IMMEDIATE transaction, so that
-processes queue up instead of failing half-way.  Tensor bytes never enter the database.
+Plain SQLite.  Tensor bytes never enter the database.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from errno import EBUSY
 from pathlib import Path
-from typing import Any, Literal
 
-from forkserve.errors import StoreError
-from forkserve.store import owner, schema
-from forkserve.store.broken import advice, cannot_open
+from forkserve.store import owner
 from forkserve.store.chunks import Header
 from forkserve.store.identity import Fingerprint, Link
 from forkserve.store.lookups import LOOKUP, Found, choose, fitting
-from forkserve.store.setback import Setback
-from forkserve.store.statements import add_count, add_event, file_identity, require_equal
+from forkserve.store.notes import Notes
+from forkserve.store.statements import add_count, add_event, require_equal
+from forkserve.store.transactions import CatalogFault, Role
 
 __all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Role", "doomed"]
-
-Role = Literal["owner", "shared", "reader"]
-
-
-class CatalogFault(StoreError):
-    """The database could not be written or read: full, read-only, broken, or busy for too long."""
-
 
 INTENT = 1e18  # `due_at` of an outbox row that stands for a copy under way, not for a queued one
 CLAIM_S = 120.0  # s that a process may take to copy one chunk
@@ -44,10 +31,11 @@ def doomed(content: str, place: str) -> str:
     return f"delete {content} in {place}"
 
 
+_USED = "UPDATE chunk SET used_at = max(used_at, ?)"  # the time never runs backwards
 _FINGERPRINT = "SELECT id, fields FROM fingerprint WHERE digest = ?"
 
 
-class Catalog:
+class Catalog(Notes):
     """Open the catalog of a directory.
 
     role: "owner" may write sessions and is alone in that; "shared" writes chunks, names and pins
@@ -66,120 +54,10 @@ class Catalog:
         force: bool = False,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.folder = folder
-        self.role = role
-        self.now = now
-        self.own: owner.Ownership | None = None
+        super().__init__(folder, role, full_sync=full_sync, force=force, now=now)
         # A further place that every new chunk is to reach, and how many may wait for it.
         self.behind: tuple[str, int] | None = None
-        self._lock = threading.RLock()
-        self._db = schema.connect(folder, read_only=role == "reader", full_sync=full_sync)
-        self._file = file_identity(folder / schema.FILE)
-        self._pid = os.getpid()
         self._prints: dict[bytes, int] = {}
-        try:
-            self._clock = Setback(self._db)
-        except sqlite3.Error as error:
-            self._db.close()
-            raise cannot_open(folder / schema.FILE, error) from error
-        if role == "owner":
-            try:
-                with self.write() as db:
-                    self.own = owner.acquire(db, force=force)
-            except BaseException:
-                self._db.close()
-                raise
-            if self.own.taken_from is not None:
-                self.event("takeover", pid=self.own.taken_from, epoch=self.own.epoch)
-
-    def close(self) -> None:
-        """Give ownership back and close the file.  Idempotent; a forked child has neither."""
-        if self.inherited:
-            return
-        with self._lock:
-            if self.own is not None:
-                try:
-                    with self.write() as db:
-                        owner.release(db, self.own)
-                except (StoreError, sqlite3.Error):
-                    owner.forget(self.own)  # the row stays, and the next one finds a dead owner
-                self.own = None
-            self._db.close()
-
-    @property
-    def inherited(self) -> bool:
-        """True in a process that was forked from the one that opened this."""
-        return os.getpid() != self._pid
-
-    def _require_mine(self) -> None:
-        """A connection of SQLite must not be used on both sides of a fork."""
-        if self.inherited:
-            raise StoreError(
-                f"this store belongs to process {self._pid}; open one of your own after a fork"
-            )
-
-    # ---------------------------------------------------------------- transactions
-
-    @contextmanager
-    def write(self, *, owned: bool = False) -> Iterator[sqlite3.Connection]:
-        """One transaction; commits at the end of the block, rolls back on an error.
-
-        owned: also check that this process still owns the sessions.  Raises CatalogFault when the
-        database cannot be written, or is not the file any more that was opened (what SQLite writes
-        to a deleted file is lost without an error); StoreError for a reader or after a take-over.
-        """
-        if self.role == "reader":
-            raise StoreError("this store was opened for reading only")
-        self._require_mine()
-        with self._lock:
-            if file_identity(self.folder / schema.FILE) != self._file:
-                raise CatalogFault(
-                    f"{self.folder / schema.FILE} was removed or replaced while it was open; "
-                    "open the store again"
-                )
-            try:
-                self._db.execute("BEGIN IMMEDIATE")
-            except sqlite3.Error as error:
-                raise CatalogFault(f"the catalog cannot be written: {error}") from error
-            try:
-                if owned and self.own is not None:
-                    owner.check(self._db, self.own)
-                self._clock.look(self._db, self.now())
-                yield self._db
-                self._db.execute("COMMIT")
-            except BaseException as error:
-                if self._db.in_transaction:
-                    with suppress(sqlite3.Error):  # the device is gone: SQLite undoes it later
-                        self._db.execute("ROLLBACK")
-                if isinstance(error, sqlite3.IntegrityError):
-                    raise
-                if isinstance(error, sqlite3.Error):
-                    raise CatalogFault(f"the catalog cannot be written: {error}") from error
-                if isinstance(error, UnicodeEncodeError):
-                    raise StoreError(f"{error.object!r} is no text: {error}") from None
-                raise
-
-    def read(
-        self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()
-    ) -> list[tuple[Any, ...]]:
-        """Rows of one query.  Raises CatalogFault."""
-        self._require_mine()
-        with self._lock:
-            try:
-                return self._db.execute(sql, values).fetchall()
-            except sqlite3.Error as error:
-                raise CatalogFault(f"the catalog cannot be read: {error}{advice(error)}") from error
-            except UnicodeEncodeError as error:
-                raise StoreError(f"{error.object!r} is no text: {error}") from None
-
-    @contextmanager
-    def locked(self) -> Iterator[sqlite3.Connection]:
-        """The connection, for tools that read with sqlite-utils.  StoreError after a fork."""
-        self._require_mine()
-        with self._lock:
-            yield self._db
-
-    # ---------------------------------------------------------------- chunks
 
     def fingerprint(self, db: sqlite3.Connection, made: Fingerprint) -> int:
         """Row id of a fingerprint; written on first use.  StoreError: see `known_fingerprint`."""
@@ -243,13 +121,16 @@ class Catalog:
         place: str,
         stored: Sequence[tuple[Header, int]],
         present: Callable[[str], bool] | None = None,
+        *,
+        fresh: bool = False,
     ) -> list[str]:
         """Note durable chunks of one place: (header, bytes it takes there), in one transaction.
 
         The first writer of a chunk in a format under a key wins; returns the content ids that lost
         to other bytes for the same chunk, which nothing names now.  present: asked inside the
-        transaction, which gc deletes files in as well.  Raises FileNotFoundError when a file has
-        gone meanwhile (nothing is noted then), CatalogFault.
+        transaction, which gc deletes files in as well.  fresh: somebody stores them now, so that a
+        chunk that is there already begins its grace anew.  Raises FileNotFoundError when a file
+        has gone meanwhile (nothing is noted then), CatalogFault.
         """
         lost, now = [], self.now()
         with self.write() as db:
@@ -258,6 +139,8 @@ class Catalog:
                     raise FileNotFoundError(f"chunk {header.content[:16]} was collected meanwhile")
                 made = Fingerprint(header.fingerprint, header.meta)
                 chunk = self._chunk(db, self.fingerprint(db, made), header, now)
+                if fresh:
+                    db.execute(f"{_USED} WHERE id = ?", (now, chunk))
                 self._learn(db, header)
                 db.execute(
                     "INSERT OR IGNORE INTO part (content, chunk, format, key, bytes)"
@@ -379,64 +262,33 @@ class Catalog:
                 if present is None or not present(content)
             )
 
+    def renew(self, place: str, contents: Iterable[str]) -> set[str]:
+        """Begin the grace of chunks anew whose bytes are at a place; returns which still are.
+
+        In one transaction, so that gc takes one before (it is not returned) or leaves it alone.
+        Raises CatalogFault.
+        """
+        now = self.now()
+        which = (
+            "WHERE id = (SELECT p.chunk FROM part AS p JOIN replica AS r USING (content)"
+            " WHERE p.content = ? AND r.place = ?)"
+        )
+        with self.write() as db:
+            return {
+                content
+                for content in contents
+                if db.execute(f"{_USED} {which}", (now, content, place)).rowcount
+            }
+
     def touch(self, chunks: Iterable[int]) -> None:
-        """Note a use of chunks: eviction goes by it.  The time never runs backwards."""
+        """Note a use of chunks: eviction goes by it."""
         now = self.now()
         with self.write() as db:
             db.executemany(
-                "UPDATE chunk SET uses = uses + 1, used_at = max(used_at, ?) WHERE id = ?",
+                f"{_USED}, uses = uses + 1 WHERE id = ?",
                 [(now, chunk) for chunk in chunks],
             )
 
     def usage(self) -> dict[str, tuple[int, int]]:
         """Place -> (bytes used, parts), kept by triggers: no scan."""
         return {row[0]: (row[1], row[2]) for row in self.read("SELECT * FROM place")}
-
-    # ---------------------------------------------------------------- events, settings
-
-    def event(self, kind: str, **detail: Any) -> None:
-        """Write down that something happened; a database that can't be written is no error here."""
-        with suppress(StoreError), self.write() as db:
-            add_event(db, self.now(), kind, detail)
-
-    def events(self, kind: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
-        """The latest events, newest first."""
-        rows = self.read(
-            "SELECT kind, detail, at FROM event WHERE kind = coalesce(?, kind)"
-            " ORDER BY id DESC LIMIT ?",
-            (kind, limit),
-        )
-        return [{"kind": k, "at": at, **json.loads(detail)} for k, detail, at in rows]
-
-    def count(self, name: str, by: float = 1) -> None:
-        """Add to a total that outlives the process; a catalog that can't be written loses it."""
-        with suppress(StoreError), self.write() as db:
-            add_count(db, name, by)
-
-    def counters(self) -> dict[str, float]:
-        """Totals since the store was made."""
-        return dict(self.read("SELECT name, value FROM counter ORDER BY name"))
-
-    def setting(self, key: str) -> str | None:
-        """A value of table `meta`."""
-        rows = self.read("SELECT value FROM meta WHERE key = ?", (key,))
-        return str(rows[0][0]) if rows else None
-
-    def set_setting(self, key: str, value: str) -> None:
-        """Write a value of table `meta`."""
-        with self.write() as db:
-            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
-
-    def get_digest(self, key: tuple[str, int, int, int]) -> str | None:
-        """`StatCache`: the digest of a weights file with this path, size, mtime and inode."""
-        rows = self.read(
-            "SELECT digest FROM weights"
-            " WHERE path = ? AND bytes = ? AND mtime_ns = ? AND inode = ?",
-            key,
-        )
-        return str(rows[0][0]) if rows else None
-
-    def put_digest(self, key: tuple[str, int, int, int], hexdigest: str) -> None:
-        """`StatCache`: note it; a cache that cannot be written is no reason to stop."""
-        with suppress(StoreError), self.write() as db:
-            db.execute("INSERT OR REPLACE INTO weights VALUES (?, ?, ?, ?, ?)", (*key, hexdigest))

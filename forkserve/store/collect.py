@@ -52,6 +52,14 @@ WITH RECURSIVE kept (chain) AS (
 """
 
 
+_OVER = "until IS NOT NULL AND until <= ?"  # pins
+_ENDED = "closed_at IS NOT NULL AND closed_at <= ?"  # sessions
+_DEAD = "p.content, r.place, r.used"
+_GARBAGE = """
+FROM chunk AS c JOIN part AS p ON p.chunk = c.id JOIN replica AS r USING (content)
+WHERE c.used_at <= ?2 AND c.created_at <= ?2 AND c.chain NOT IN (SELECT chain FROM kept)
+"""
+
 # A copy under way names its object as well: see `Catalog.intend`.
 _NAMED = """
 SELECT 1 FROM replica WHERE content = ?1 AND place = ?2
@@ -94,37 +102,17 @@ def _collect(
 ) -> Swept:
     swept = Swept()
     catalog = vault.catalog
-    if not dry_run:
+    if dry_run:
+        dead = catalog.read(_KEPT + f"SELECT {_DEAD} {_GARBAGE}", (_now(vault), limit))
+        count = "SELECT count(*) FROM"
+        (swept.sessions,) = catalog.read(f"{count} session WHERE {_ENDED}", (limit,))[0]
+        (swept.pins,) = catalog.read(f"{count} pin WHERE {_OVER}", (_now(vault),))[0]
+    else:
         with catalog.write() as db:
             tidy(db, _now(vault))
-    dead = catalog.read(
-        _KEPT + "SELECT p.content, r.place, r.used FROM chunk AS c JOIN part AS p ON p.chunk = c.id"
-        " JOIN replica AS r USING (content)"
-        " WHERE c.used_at <= ?2 AND c.created_at <= ?2 AND c.chain NOT IN (SELECT chain FROM kept)",
-        (_now(vault), limit),
-    )
-    faults.reach("gc.marked")
+        faults.reach("gc.marked")
+        dead = _unlist(vault, limit, swept)
     swept.chunks, swept.bytes = len({row[0] for row in dead}), sum(row[2] for row in dead)
-    ended = "closed_at IS NOT NULL AND closed_at <= ?"
-    (swept.sessions,) = catalog.read(f"SELECT count(*) FROM session WHERE {ended}", (limit,))[0]
-    expired = "until IS NOT NULL AND until <= ?"
-    (swept.pins,) = catalog.read(f"SELECT count(*) FROM pin WHERE {expired}", (_now(vault),))[0]
-    if not dry_run:
-        with catalog.write() as db:
-            db.execute(f"DELETE FROM pin WHERE {expired}", (_now(vault),))
-            db.execute(f"DELETE FROM session WHERE {ended}", (limit,))
-            db.execute("DELETE FROM decision WHERE session NOT IN (SELECT id FROM session)")
-            # Marked again inside the transaction: a name may have come since.
-            db.execute(
-                _KEPT + "DELETE FROM replica WHERE content IN (SELECT p.content FROM part AS p"
-                " JOIN chunk AS c ON c.id = p.chunk WHERE c.used_at <= ?2 AND c.created_at <= ?2"
-                " AND c.chain NOT IN (SELECT chain FROM kept))",
-                (_now(vault), limit),
-            )
-            for place in vault.depots:
-                freed = sum(used for _, where, used in dead if where == place)
-                if freed:
-                    add_count(db, f"evicted_bytes/{place}/gc", freed)
     faults.reach("gc.unlisted")
     gone = {row[0] for row in dead}
     for place, depot in vault.depots.items():
@@ -143,6 +131,24 @@ def _collect(
             swept.leftovers += depot.sweep(max(grace_s, 0.0))
     faults.reach("gc.deleted")
     return swept
+
+
+def _unlist(vault: Vault, limit: float, swept: Swept) -> list[tuple[str, str, int]]:
+    """Strike what is garbage at this moment: content, place and bytes of each part."""
+    with vault.catalog.write() as db:
+        swept.pins = db.execute(f"DELETE FROM pin WHERE {_OVER}", (_now(vault),)).rowcount
+        swept.sessions = db.execute(f"DELETE FROM session WHERE {_ENDED}", (limit,)).rowcount
+        db.execute("DELETE FROM decision WHERE session NOT IN (SELECT id FROM session)")
+        # Listed first: a trigger changes `part` while rows go.
+        dead = db.execute(_KEPT + f"SELECT {_DEAD} {_GARBAGE}", (_now(vault), limit)).fetchall()
+        db.executemany(
+            "DELETE FROM replica WHERE content = ? AND place = ?", [row[:2] for row in dead]
+        )
+        for place in vault.depots:
+            freed = sum(used for _, where, used in dead if where == place)
+            if freed:
+                add_count(db, f"evicted_bytes/{place}/gc", freed)
+    return dead
 
 
 def delete_unnamed(vault: Vault, place: str, keys: Sequence[str]) -> Iterator[int]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,6 +39,7 @@ class Capture:
     release: Callable[[], None]
     after: Callable[[], None] | None = None
     _state: Literal["queued", "running", "dropped"] = field(default="queued", repr=False)
+    _released: bool = field(default=False, repr=False)
 
 
 @dataclass(slots=True)
@@ -98,33 +100,47 @@ class Publisher:
         self._lock = threading.Lock()
         self._holding: dict[int, Capture] = {}  # captures whose pages are not released
         self._closed = False
+        self._ended = False  # the thread takes nothing more from the queue
 
     def offer(self, capture: Capture, *, patience_s: float = 0.0) -> Publication:
         """Queue a capture.  patience_s: a caller that waits anyway may wait for room as well."""
         tokens = capture.links[-1].start + capture.links[-1].count if capture.links else 0
         ticket = Publication(tokens)
         with self._lock:
-            if self._closed:
-                capture.release()
-                return Publication(tokens, False, "the store is closed")
-        self._start()
-        with self._lock:
-            self._holding[id(capture)] = capture
+            closed = self._closed
+            if not closed:
+                self._holding[id(capture)] = capture
+                self._start()
+        if closed:
+            capture.release()
+            return Publication(tokens, False, "the store is closed")
         try:
             self._queue.put((capture, ticket), block=patience_s > 0, timeout=patience_s or None)
         except queue.Full:
-            self._count_drop()
+            if capture._state != "dropped":  # while it waited for room (`relieve`)
+                self._count_drop()
             self._release(capture)
             return Publication(tokens, False, "the queue is full")
+        if self._ended:
+            self._refuse_rest()
         return ticket
 
     def _start(self) -> None:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name="forkserve-publish", daemon=True
-                )
-                self._thread.start()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._serve, name="forkserve-publish", daemon=True
+            )
+            self._thread.start()
+
+    def _refuse_rest(self) -> None:
+        """What came into the queue while the thread ended: nobody would ever do it."""
+        with suppress(queue.Empty):
+            while True:
+                job = self._queue.get_nowait()
+                if job is not None:
+                    self._release(job[0])
+                    job[1]._done.set_exception(StoreError("the store was closed meanwhile"))
+                self._queue.task_done()
 
     def relieve(self) -> bool:
         """Pages are short: captures that only wait are dropped; True while one is being read.
@@ -154,6 +170,10 @@ class Publisher:
         self.meter.add("dropped", queue="publish")
 
     def _release(self, capture: Capture) -> None:
+        with self._lock:
+            if capture._released:
+                return
+            capture._released = True
         capture.release()
         with self._lock:
             self._holding.pop(id(capture), None)
@@ -172,8 +192,10 @@ class Publisher:
             thread, self._thread = self._thread, None
         if thread is not None:
             self.pace.rush(timeout_s)
-            self._queue.put(None)
-            thread.join(timeout_s)
+            end = time.monotonic() + timeout_s
+            with suppress(queue.Full):  # it hangs: what waits is left to it
+                self._queue.put(None, timeout=timeout_s)
+            thread.join(max(end - time.monotonic(), 0.0))
 
     def _serve(self) -> None:
         with self.pace.worker():
@@ -181,10 +203,12 @@ class Publisher:
                 job = self._queue.get()
                 try:
                     if job is None:
-                        return
+                        break
                     self._run(*job)
                 finally:
                     self._queue.task_done()
+        self._ended = True
+        self._refuse_rest()
 
     def _put(self, capture: Capture) -> Stored:
         """Chunks into the vault, in as few buffers as possible: new memory costs page faults."""

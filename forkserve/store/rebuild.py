@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from forkserve.errors import StoreError
 from forkserve.store.broken import ADVICE
 from forkserve.store.catalog import doomed
-from forkserve.store.chunks import HEAD, ChunkFault, Header, check_payload, parse_header
+from forkserve.store.chunks import HEAD, Buffer, ChunkFault, Header, check_payload, parse_header
 from forkserve.store.depots import Depot, SharedDepot
 from forkserve.store.pace import breathe
-from forkserve.store.vault import Vault
+from forkserve.store.vault import TRIES, Vault
 
 __all__ = ["Report", "integrity", "rebuild", "verify"]
 
@@ -89,12 +89,27 @@ def _copy(vault: Vault, depot: SharedDepot, source: Depot, key: str, report: Rep
         room = vault.rooms.get(depot.place)
         if room is not None:
             room(len(data))
-        depot.own.put([(key, [data])])
+        _write(depot.own, key, data)
         report.copied += 1
     except ChunkFault as fault:  # not ours to set aside
         report.faults.append((depot.place, key, fault.kind))
     finally:
         blob.close()
+
+
+def _write(depot: Depot, key: str, data: Buffer) -> None:
+    """Put an object, again when a gc that began before takes it: no row names it yet.
+
+    Raises OSError.
+    """
+    for attempt in range(TRIES):
+        try:
+            depot.put([(key, [data])])
+            return
+        except FileNotFoundError as error:
+            fault = OSError(f"{depot.place} doesn't keep chunk {key[:16]}: {error}")
+            if attempt == TRIES - 1:
+                raise fault from error
 
 
 def _adopt_files(vault: Vault, report: Report, progress: Progress | None) -> None:

@@ -134,6 +134,11 @@ def require_model(catalog: Catalog, made: Fingerprint, digest: str, what: str) -
 
 def read_session(catalog: Catalog, session: str, sealer: Sealer | None) -> SessionRecord | None:
     """A session of the catalog, or None.  Raises StoreError if its rows do not fit together."""
+    with catalog.moment():
+        return _session(catalog, session, sealer)
+
+
+def _session(catalog: Catalog, session: str, sealer: Sealer | None) -> SessionRecord | None:
     rows = catalog.read(
         "SELECT s.tenant, s.salt, s.seed, f.digest, s.next_node, s.next_line"
         " FROM session AS s JOIN fingerprint AS f ON f.id = s.fingerprint WHERE s.id = ?",

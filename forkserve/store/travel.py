@@ -161,29 +161,25 @@ def session_rows(catalog: Catalog, session: str, sealer: Sealer | None) -> dict[
 
     Raises StoreError when there is none, when it is damaged, or when it does not open.
     """
-    with catalog.locked() as db:
-        db.execute("BEGIN")  # one moment, whatever another process writes
-        try:
-            if read_session(catalog, session, sealer) is None:
-                raise StoreError(f"the store has no session '{session}'")
-            columns = ", ".join(f"s.{name}" for name in _HEAD)
-            head = catalog.read(
-                f"SELECT {columns}, f.fields FROM session AS s"
-                " JOIN fingerprint AS f ON f.id = s.fingerprint WHERE s.id = ?",
-                (session,),
-            )[0]
-            out = _plain(dict(zip((*_HEAD, "fingerprint"), head, strict=True)))
-            for table, (model, order) in _TABLES.items():
-                names = list(model.model_fields)
-                which = f"{table} WHERE session = ?"
-                if table == "decision":
-                    which = f"(SELECT * FROM {which} ORDER BY id DESC LIMIT {_DECISIONS})"
-                rows = catalog.read(
-                    f"SELECT {', '.join(names)} FROM {which} ORDER BY {order}", (session,)
-                )
-                out[table] = [_plain(dict(zip(names, row, strict=True))) for row in rows]
-        finally:
-            db.execute("ROLLBACK")
+    with catalog.moment():
+        if read_session(catalog, session, sealer) is None:
+            raise StoreError(f"the store has no session '{session}'")
+        columns = ", ".join(f"s.{name}" for name in _HEAD)
+        head = catalog.read(
+            f"SELECT {columns}, f.fields FROM session AS s"
+            " JOIN fingerprint AS f ON f.id = s.fingerprint WHERE s.id = ?",
+            (session,),
+        )[0]
+        out = _plain(dict(zip((*_HEAD, "fingerprint"), head, strict=True)))
+        for table, (model, order) in _TABLES.items():
+            names = list(model.model_fields)
+            which = f"{table} WHERE session = ?"
+            if table == "decision":
+                which = f"(SELECT * FROM {which} ORDER BY id DESC LIMIT {_DECISIONS})"
+            rows = catalog.read(
+                f"SELECT {', '.join(names)} FROM {which} ORDER BY {order}", (session,)
+            )
+            out[table] = [_plain(dict(zip(names, row, strict=True))) for row in rows]
     return out
 
 

@@ -31,10 +31,10 @@ from forkserve.store.lookups import Found
 from forkserve.store.pace import Pace
 from forkserve.store.seal import Sealer
 
-__all__ = ["Loaded", "Stored", "Vault"]
+__all__ = ["TRIES", "Loaded", "Stored", "Vault"]
 
 _log = logging.getLogger(__name__)
-_TRIES = 64  # each that fails is a gc that began before: as many as run at once may get in between
+TRIES = 64  # each that fails is a gc that began before: as many as run at once may get in between
 _STAGED = 8 << 20  # bytes held in memory before they are made durable
 
 
@@ -92,18 +92,21 @@ class Vault:
 
     # ---------------------------------------------------------------- writing
 
-    def absent(self, made: Fingerprint, links: Sequence[Link]) -> list[Link]:
+    def _absent(self, made: Fingerprint, links: Sequence[Link]) -> list[Link]:
         """Links whose bytes are not there: not catalogued, or their file has gone or changed size.
 
         A row is not believed: a lost file is written again (and the row was wrong).  What another
-        key has sealed counts as absent, and stays beside what is written.
+        key has sealed counts as absent, and stays beside what is written.  What is there begins its
+        grace anew: it is published once more, and gc must not take it as old.
         """
         listed = self.catalog.listed(made, links, self._key)
-        return [
-            link
-            for link, parts in zip(links, listed, strict=True)
-            if not any(part.format == self.format and self._present(part) for part in parts)
+        mine = ((part for part in parts if part.format == self.format) for parts in listed)
+        there = [
+            next((part.content for part in parts if self._present(part)), None) for parts in mine
         ]
+        known = [content for content in there if content is not None]
+        kept = self.catalog.renew(self._first.place, known) if known else set[str]()
+        return [link for link, content in zip(links, there, strict=True) if content not in kept]
 
     def _present(self, found: Found) -> bool:
         depot = self.depots.get(self._first.place)
@@ -140,7 +143,7 @@ class Vault:
         report = Stored(known=len(links))
         staged: list[tuple[Header, tuple[Buffer, ...]]] = []
         size = 0
-        for link in self.absent(made, links):
+        for link in self._absent(made, links):
             report.known -= 1
             staged.append(self.pack(made, link, payload(link)))
             size += staged[-1][0].file_bytes
@@ -198,17 +201,17 @@ class Vault:
         room = self.rooms.get(depot.place)
         if room is not None:
             room(sum(_blocks(header.file_bytes) for header, _ in staged))
-        for attempt in range(_TRIES):
+        for attempt in range(TRIES):
             try:
                 stats = depot.put([(header.content, parts) for header, parts in staged])
                 faults.reach("publish.stored")
                 pairs = [(h, s.used) for (h, _), s in zip(staged, stats, strict=True)]
                 lost = self.catalog.record(
-                    depot.place, pairs, lambda key: depot.stat(key) is not None
+                    depot.place, pairs, lambda key: depot.stat(key) is not None, fresh=True
                 )
                 break
             except FileNotFoundError:  # an orphan that gc took while we relied on it: write it anew
-                if attempt == _TRIES - 1:
+                if attempt == TRIES - 1:
                     raise
         faults.reach("publish.catalogued")
         if lost:
@@ -222,8 +225,8 @@ class Vault:
     def copy_one(self, content: str, source: str, target: str) -> int:
         """Copy a part from one place to another, verified, and note its receipt; returns its bytes.
 
-        Raises ChunkFault when the source is damaged (it is quarantined then), OSError, StoreError
-        (the target's budget), CatalogFault.
+        Raises ChunkFault when the source is damaged (it is quarantined then), FileNotFoundError
+        when it has gone, OSError, StoreError (the target's budget), CatalogFault.
         """
         origin, depot = self.depots[source], self.depots[target]
         blob = origin.open(content)
@@ -237,7 +240,10 @@ class Vault:
             if room is not None:
                 room(_blocks(size))
             stands = self.catalog.intend(content, target)  # gc takes no object that is written
-            (stat,) = depot.put([(content, [blob.data])])
+            try:
+                (stat,) = depot.put([(content, [blob.data])])
+            except FileNotFoundError as error:  # the bucket or the directory: not the source
+                raise OSError(f"{target} lacks what it was to be written to: {error}") from error
             faults.reach("copy.stored")
             lost = self.catalog.record(target, [(header, stat.used)], stands)
             if lost:  # meanwhile other bytes were stored for this chunk

@@ -113,12 +113,16 @@ def test_a_prefix_that_two_want_at_once_is_read_once(tmp_path: Path) -> None:
     depot = FaultyDepot(LocalDepot(tmp_path / "chunks"))
     real = depot.inner.open
 
-    def slow(key: str) -> Any:
-        time.sleep(0.3)
-        return real(key)
-
-    depot.inner.open = slow  # type: ignore[method-assign]
     with Store(tmp_path, disk=depot) as store:
+
+        def late(key: str) -> Any:
+            """Until all three have asked for both chunks: they want them at once."""
+            end = time.monotonic() + 60
+            while store.restorer.reads + store.restorer.shared < 6 and time.monotonic() < end:
+                time.sleep(0.001)
+            return real(key)
+
+        depot.inner.open = late  # type: ignore[method-assign]
         eng = engine(store, prefix_index=False, background=True)
         done: list[int] = []
 

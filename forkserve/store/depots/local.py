@@ -1,8 +1,8 @@
 """Chunks as files in a directory: ``aa/<64 hex digits>.kv``.
 
 A file is written in the folder ``tmp`` under a name that says who writes it, synced, renamed, and
-its directory is synced.  One durable step serves a whole publish: all files are written before the
-first is synced, so the device works on them at once, and each directory is synced once.
+its directory is synced.  One durable step serves a publish of many: files are written before the
+first of them is synced, so the device works on them at once, and each directory is synced once.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _SUFFIX = ".kv"
 _TEMP = ".tmp-"
 _TEMPS = "tmp"
 _ABANDONED_S = 86400.0  # s after which a writer that cannot be checked from here has ended
+_OPEN = 128  # files that are open at once: a process may have 1,024 in all
 ASIDE_FILES = 64  # damaged files that are kept to be looked at
 ASIDE_BYTES = 1 << 30
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # fewer page faults when everything is read at once
@@ -81,6 +82,10 @@ class LocalDepot:
 
     def put(self, items: Sequence[tuple[str, Sequence[Buffer]]]) -> list[Stat]:
         """Write files; see `Depot.put`."""
+        groups = (items[at : at + _OPEN] for at in range(0, len(items), _OPEN))
+        return [stat for group in groups for stat in self._put(group)]
+
+    def _put(self, items: Sequence[tuple[str, Sequence[Buffer]]]) -> list[Stat]:
         pending: list[tuple[Path, Path, int]] = []
         homes: dict[Path, None] = {}
         faults.reach("chunk.begin")

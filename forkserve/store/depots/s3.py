@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from copy import copy
@@ -17,6 +18,7 @@ __all__ = ["S3Depot"]
 
 _SUFFIX = ".kv"
 _ASIDE = "quarantine"
+_ANSWER = re.compile(r"<Code>(.*?)</Code><Message>(.*?)</Message>")
 _MANY = 1000  # objects that one request may delete
 
 
@@ -186,14 +188,20 @@ class S3Depot:
 
 
 def _translated(error: Exception) -> OSError:
-    """Every fault of the client as the OSError that the rest of the store expects."""
-    if isinstance(error, OSError):
+    """Every fault of the client as the OSError that the rest of the store expects.
+
+    A bucket that does not exist is no missing object: nothing in it is known to be lost.
+    """
+    kind, text = type(error).__name__, str(error)
+    said = [f"({found[1]}: {found[2]})" for found in _ANSWER.finditer(text)]
+    why = " ".join([text.partition("\n")[0].partition(": <?xml")[0], *said[:1]])
+    if kind in ("NotFoundError", "FileNotFoundError") and "<Code>NoSuchBucket</Code>" not in text:
+        return FileNotFoundError(why)
+    if kind in ("AlreadyExistsError", "FileExistsError"):
+        return FileExistsError(why)
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         return error
-    if type(error).__name__ == "NotFoundError":
-        return FileNotFoundError(str(error))
-    if type(error).__name__ == "AlreadyExistsError":
-        return FileExistsError(str(error))
-    return OSError(f"object store: {type(error).__name__}: {error}")
+    return OSError(f"object store: {kind}: {why}")
 
 
 def _stat(key: str, meta: Any) -> Stat:
