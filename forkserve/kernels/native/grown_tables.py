@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from operator import is_
 
 import numpy as np
 
+from forkserve.kernels.forest import alike
 from forkserve.kernels.native.attention import Tables, gather
 from forkserve.kernels.native.joined_tables import join
 from forkserve.types import Span, Work
@@ -124,12 +124,11 @@ class TablePlanner:
         more: list[tuple[int, int]] = []
         for number, (work, branch) in enumerate(zip(works, self._branches, strict=True)):
             write, context, above = work.write, work.context, branch.above
-            if write is None or len(work.tokens) != 1 or len(context) != len(above) + 1:
+            if write is None or len(work.tokens) != 1 or not context:
                 return False
-            if not all(map(is_, context, above)):
-                if not all(map(_alike, context, above)):
-                    return False
-                branch.above = context[:-1]
+            if not alike(context[:-1], above):
+                return False
+            branch.above = context[:-1]  # the next may be the very same
             own, rows = context[-1], branch.rows + 1
             end = branch.offset + rows
             if (
@@ -188,8 +187,3 @@ def _decodes(work: Work) -> bool:
     """Whether the work goes on by a row that it writes."""
     own = work.context[-1:]
     return len(work.tokens) == 1 and work.write is not None and bool(own and own[0].length)
-
-
-def _alike(span: Span, other: Span) -> bool:
-    """Whether two spans are equal and hold the same list."""
-    return span is other or (span.pages is other.pages and span == other)
