@@ -6,6 +6,8 @@ import gc
 import random
 import time
 import tracemalloc
+from array import array
+from itertools import pairwise
 
 from benchmarks.measure import Options, Report, Span, Target, median, profile, quantile, share
 from benchmarks.tick import IdleBackend
@@ -14,12 +16,14 @@ from forkserve.clock import SystemClock
 from forkserve.engine import MockBackend
 
 WRAP = tuple(range(16))  # a tool wrapper, as text known for certain
+FLUSH = 64 << 20  # bytes: many times the caches of a core
 
 
 def run(options: Options) -> Report:
     report = Report("fork", "time and memory of a fork (mock backend, no model)")
     trunk_length(report, options)
     tree_size(report, options)
+    cold(report, options)
     busy(report, options)
     memory(report, options)
     return report
@@ -129,6 +133,42 @@ def grow(eng: Engine, session: str, tip: int, size: int, shape: str) -> list[int
         parent = {"star": tip, "chain": nodes[-1], "random": draw.choice(nodes)}[shape]
         nodes.append(eng.fork(session, parent, "n", WRAP))
     return [tip] if shape == "star" else nodes
+
+
+def cold(report: Report, options: Options) -> None:
+    """Forks after a pass: its weights have pushed everything out of the caches of a core."""
+    rounds, k, length = (5, 8, 500) if options.quick else (301, 8, 4_096)
+    config = ForkServeConfig(capacity_pages=1024, prefix_index=False)
+    eng = Engine(MockBackend(config, clock=SystemClock()))
+    handle = eng.open([i % 251 for i in range(length)], session="s")
+    eng.generate(handle.id, 1)
+    weights, clock, fork = array("q", bytes(FLUSH)), time.perf_counter_ns, eng.fork
+    table = report.table(
+        f"{k} forks in a row over {length:,} tokens, {rounds} rounds",
+        *("caches", "the first, us", "the last, us", "one of them, us", "others"),
+    )
+    for emptied in (False, True):
+        us: list[list[float]] = []
+        with Span() as span:
+            for _ in range(rounds):
+                if emptied:
+                    weights.byteswap()  # touches all of it
+                tip, nodes, times = eng.tip(handle.id), [], [clock()]
+                for _ in range(k):
+                    nodes.append(fork(handle.id, tip, "b"))
+                    times.append(clock())
+                us.append([(b - a) / 1e3 for a, b in pairwise(times)])
+                for node in nodes:
+                    eng.abort(handle.id, node)
+        first, *_, last = (median(column) for column in zip(*us, strict=True))
+        one = median([sum(row) / k for row in us])
+        name = f"emptied by {FLUSH >> 20} MB" if emptied else "warm"
+        table.add(name, first, last, one, span.others)
+    why = f"others took {share(span.others)} of the CPU"
+    report.targets.append(
+        Target("us per fork, one of 8 with cold caches", "< 10", one, one < 10, why)
+    )
+    eng.shutdown()
 
 
 def busy(report: Report, options: Options) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "SessionHandle"]
 
+_NOTHING: Tokens = ()
 
 _owners: weakref.WeakKeyDictionary[Any, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
@@ -102,18 +103,26 @@ class Engine(Opening):
         known to follow on this branch.  at: leave the parent's path after that many tokens, rather
         than at its end; the child hangs under the node that holds them.
         """
-        ids = self._guard.ids(tokens)
-        core = self._core
+        # Flat, for its first call after a pass: whatever it touches then comes from far memory.
+        core, ids = self._core, _NOTHING if tokens is _NOTHING else self._guard.ids(tokens)
         with core.lock:
-            tree = core.tree(session)
-            node = tree.get(parent)
-            length = self._guard.place(node, at)
+            try:
+                tree = core.trees[session]
+                node = tree.nodes[parent]
+            except (KeyError, TypeError):
+                tree = core.tree(session)
+                node = tree.get(parent)  # what isn't there is an error that says why
+            length = end = node.alias_len + len(node.tokens)
+            if at is not None:
+                length = self._guard.place(node, at)
+                if length < end:
+                    node = tree.owner(node, length)
             if ids:
                 self._guard.fits(length + len(ids), "branch")
             core.count.forks += 1
-            owner = tree.owner(node, length) if at is not None and length < node.length else node
-            self._expected(tree, owner)
-            return tree.fork(owner, branch, ids, core.clock.now_ms(), alias_len=length).id
+            if self._mover is not None:
+                self._expected(tree, node)
+            return tree.fork(node, branch, ids, core.clock.now_ms(), length).id
 
     def append(self, session: str, node: int, tokens: Tokens | str) -> int:
         """Add known text to a speculative node or to the tip of a line; returns its new length.

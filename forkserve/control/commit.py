@@ -94,7 +94,7 @@ def apply_commit(
         tree.extend(winner, rest)
     else:
         hit, used, wasted = HitClass.MISS, 0, 0
-        winner = tree.fork(node, branch or "commit", rest, now_ms, NodeMode.COMMIT)
+        winner = tree.fork(node, branch or "commit", rest, now_ms, mode=NodeMode.COMMIT)
         tree.move_tip(node.line, winner)
     winner.known = winner.length
     winner.used_ms = now_ms

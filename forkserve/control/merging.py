@@ -86,7 +86,7 @@ def join(core: Core, tree: ContextTree, plan: JoinPlan, policy: JoinPolicy) -> J
             aborted=result.aborted,
         )
     now = core.clock.now_ms()
-    node = tree.fork(plan.parent, policy.value, plan.tokens, now, NodeMode.COMMIT)
+    node = tree.fork(plan.parent, policy.value, plan.tokens, now, mode=NodeMode.COMMIT)
     try:
         shared = _share(core, tree, node)
     except OutOfPages:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
+from operator import is_
 from typing import NamedTuple
 
 from forkserve.types import Span
 
-__all__ = ["Part", "Use", "stretches"]
+__all__ = ["Part", "Use", "alike", "stretches"]
 
 Part = tuple[Span, int, int]  # rows [low, high) of a span
 
@@ -20,6 +21,18 @@ class Use(NamedTuple):
     span: Span
     low: int
     high: int
+
+
+def alike(spans: Sequence[Span], others: Sequence[Span]) -> bool:
+    """Whether these spans are equal, one by one, and hold the very same lists of pages.
+
+    The pages are not looked at: comparing them takes as long as planning does, and whoever holds
+    the lists can watch them.
+    """
+    return len(spans) == len(others) and (
+        all(map(is_, spans, others))
+        or all(a.pages is b.pages and a == b for a, b in zip(spans, others, strict=True))
+    )
 
 
 def stretches(users: Mapping[Hashable, Sequence[Use]]) -> dict[tuple[int, ...], list[Part]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from forkserve.kernels.forest import alike
 from forkserve.kernels.jit import next_power
 from forkserve.kernels.pieces import Tiling
 from forkserve.kernels.tiles import Longs, TilePlan, draft_tiles
@@ -46,8 +47,9 @@ class TilePlanner:
         self._size = next(iter(self._tilings.values())).page_size
         self._plans: dict[int, TilePlan] = {}
         self._branches: list[_Branch] = []
-        self._held: list[Span] = []  # all spans above branches
-        self._held_pages: list[Sequence[int]] = []  # what they listed
+        # Pages of the spans above branches: as these hold them, and as they were planned.
+        self._held: list[Sequence[int]] = []
+        self._copies: list[Sequence[int]] = []
         self._tiles: dict[int, Longs] = {}  # of each branch, by window: see `draft_tiles`
         self._ahead = 0  # rows that every branch has added
         self._room = 0  # rows that every branch may still add
@@ -71,7 +73,7 @@ class TilePlanner:
         self._branches, self._ahead = [], 0
         if any(len(work.tokens) != 1 or work.write is None for work in works):
             return
-        held: dict[int, Span] = {}
+        held: dict[int, Sequence[int]] = {}
         for work in works:
             assert work.write is not None
             above, key, own = work.context, work.write.key, 0
@@ -79,11 +81,11 @@ class TilePlanner:
             if above and above[-1].key == key:
                 own, pages = above[-1].length, self._pages(above[-1])
                 above = above[:-1]
-            held.update((id(span), span) for span in above)
+            held.update((id(span.pages), span.pages) for span in above)
             pages += self._pages(work.write)[own > 0 and work.write.offset % self._size > 0 :]
             self._branches.append(_Branch(above, key, own, pages, work.start))
         self._held = list(held.values())
-        self._held_pages = [span.pages[:] for span in self._held]
+        self._copies = [pages[:] for pages in self._held]
         self._room = min(tiling.room for tiling in self._tilings.values())
 
     def _pages(self, span: Span) -> list[int]:
@@ -94,10 +96,12 @@ class TilePlanner:
         return pages if isinstance(pages, list) else list(pages)
 
     def _grow(self, works: Sequence[Work]) -> bool:
-        """Whether `works` are those of the plan, a row further each; then the plans are grown."""
-        if self._room <= 0 or len(works) != len(self._branches):
-            return False
-        if [span.pages for span in self._held] != self._held_pages:
+        """Whether `works` are those of the plan, a row further each; then the plans are grown.
+
+        The spans above a branch must hold the very same lists of pages (`alike`), and the lists
+        say what they said.
+        """
+        if self._room <= 0 or len(works) != len(self._branches) or self._held != self._copies:
             return False
         size, ahead = self._size, self._ahead + 1
         slots: list[int] = []
@@ -110,13 +114,13 @@ class TilePlanner:
                 or work.start != branch.start + ahead
                 or write.key != branch.key
                 or not context
+                or not alike(context[:-1], branch.above)
             ):
                 return False
-            own = context[-1]
+            branch.above, own = context[:-1], context[-1]  # the next may be the very same
             if (
                 own.key != branch.key
                 or own.length != branch.own + ahead
-                or context[:-1] != branch.above
                 or self._pages(own) != branch.pages
             ):
                 return False

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forkserve.types import NodeMode, Span
 
@@ -55,7 +55,6 @@ def new_segment(start: int, pages: list[int], end: int) -> Segment:
     return Segment(next(_uids), start, pages, end)
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One node of a context tree; see the module's drawing for its positions.
 
@@ -63,29 +62,47 @@ class Node:
     line: which committed line a Commit or Idle node belongs to (MAIN_LINE, or an attempt's).
     published: full pages, counted from position 0, that the prefix index knows, with `digest` at
     their end.  floor: rows of the path below it were given back on purpose
-    (`forkserve.tree.window`).
+    (`forkserve.tree.window`).  tail_choice: the last one, as (alias_len, children, freeze).
+    speculated: rows computed here while the node was speculative.
     """
 
-    id: int
-    parent: Node | None
-    branch: str
-    alias_len: int
-    tokens: array[int]
-    mode: NodeMode
-    generation: int
-    created_ms: float
-    line: int = MAIN_LINE
-    known: int = 0
-    children: dict[int, Node] = field(default_factory=dict)
-    segments: list[Segment] = field(default_factory=list)
-    published: int = 0
-    digest: bytes = b""
-    floor: int = 0
-    tail_choice: tuple[int, int, bool] | None = None  # (alias_len, children, freeze): last choice
-    speculated: int = 0  # rows computed here while the node was speculative
-    used_ms: float = 0.0
-    ttl_deadline_ms: float | None = None
-    spans_cache: tuple[int, int, tuple[Span, ...]] | None = None
+    __slots__ = (
+        *("id", "parent", "branch", "alias_len", "tokens", "mode", "generation", "created_ms"),
+        *("line", "known", "children", "segments", "published", "digest", "floor", "tail_choice"),
+        *("speculated", "used_ms", "ttl_deadline_ms", "spans_cache"),
+    )
+
+    # By hand, as a fork makes one: a dataclass would call a factory for each of the containers.
+    def __init__(
+        self,
+        id: int,
+        parent: Node | None,
+        branch: str,
+        alias_len: int,
+        tokens: array[int],
+        mode: NodeMode,
+        generation: int,
+        created_ms: float,
+        line: int,
+        known: int,
+    ) -> None:
+        self.id = id
+        self.parent = parent
+        self.branch = branch
+        self.alias_len = alias_len
+        self.tokens = tokens
+        self.mode = mode
+        self.generation = generation
+        self.created_ms = self.used_ms = created_ms
+        self.line = line
+        self.known = known
+        self.children: dict[int, Node] = {}
+        self.segments: list[Segment] = []
+        self.published = self.floor = self.speculated = 0
+        self.digest = b""
+        self.tail_choice: tuple[int, int, bool] | None = None
+        self.ttl_deadline_ms: float | None = None
+        self.spans_cache: tuple[int, int, tuple[Span, ...]] | None = None
 
     def __repr__(self) -> str:
         above = self.parent.id if self.parent is not None else None

@@ -67,7 +67,6 @@ def revive(
             created_ms=now_ms,
             line=values.line,
             known=values.known,
-            used_ms=now_ms,
         )
         made[node.id] = node
         if parent is not None:

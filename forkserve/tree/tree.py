@@ -138,8 +138,10 @@ class ContextTree:
 
     def open_root(self, tokens: Tokens, now_ms: float) -> Node:
         """Node 1: committed, on the main line."""
-        node = self._add(None, "root", 0, tokens, NodeMode.COMMIT, now_ms)
-        self.tips[MAIN_LINE] = node
+        ids, mode = array("i", tokens), NodeMode.COMMIT
+        node = Node(ROOT, None, "root", 0, ids, mode, 0, now_ms, MAIN_LINE, len(ids))
+        self.next_id = ROOT + 1
+        self.nodes[ROOT] = self.tips[MAIN_LINE] = node
         return node
 
     def fork(
@@ -148,8 +150,8 @@ class ContextTree:
         branch: str,
         tokens: Tokens,
         now_ms: float,
-        mode: NodeMode = NodeMode.SPEC,
         alias_len: int | None = None,
+        mode: NodeMode = NodeMode.SPEC,
     ) -> Node:
         """A child that sees the parent's first `alias_len` positions (default: all of them).
 
@@ -157,10 +159,15 @@ class ContextTree:
         goes elsewhere, so that the child's view cannot change under it.
         """
         at = parent.length if alias_len is None else alias_len
-        node = self._add(parent, branch, at, tokens, mode, now_ms)
-        last = parent.segments[-1] if parent.segments else None
-        if last is not None and last.end >= at and parent.segment_at(at) is last:
-            last.sealed = True  # rows still pending seal it when they are written
+        number, ids, known = self.next_id, array("i", tokens), at + len(tokens)
+        generation, line = parent.generation, parent.line
+        # By place, as names would take a tenth of a fork.
+        node = Node(number, parent, branch, at, ids, mode, generation, now_ms, line, known)
+        self.next_id = number + 1
+        self.nodes[number] = parent.children[number] = node
+        segments = parent.segments
+        if segments and segments[-1].end >= at and parent.segment_at(at) is segments[-1]:
+            segments[-1].sealed = True  # rows still pending seal it when they are written
         return node
 
     def extend(self, node: Node, tokens: Tokens) -> None:
@@ -231,28 +238,6 @@ class ContextTree:
             above = above.parent
         if above is not None and above.line == line and committed(above):
             self.tips[line] = above
-
-    def _add(
-        self,
-        parent: Node | None,
-        branch: str,
-        alias_len: int,
-        tokens: Tokens,
-        mode: NodeMode,
-        now_ms: float,
-    ) -> Node:
-        number, generation, line = self.next_id, 0, MAIN_LINE
-        if parent is not None:
-            generation, line = parent.generation, parent.line
-        ids, known = array("i", tokens), alias_len + len(tokens)
-        # By place, as names would take a tenth of a fork.
-        node = Node(number, parent, branch, alias_len, ids, mode, generation, now_ms, line, known)
-        node.used_ms = now_ms
-        self.next_id += 1
-        self.nodes[number] = node
-        if parent is not None:
-            parent.children[number] = node
-        return node
 
 
 def committed(node: Node) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 
 from forkserve.tree.invariants import check_all
@@ -42,6 +45,34 @@ def test_fork_touches_no_page(length: int) -> None:
     assert all(node(eng, s, kid).segments == [] for kid in kids)
     assert [eng.abort(s, kid) for kid in kids] == [0] * 8
     assert refs(eng) == before
+
+
+def test_a_fork_is_few_instructions_in_few_functions() -> None:
+    """After a pass the caches are cold: what counts then is how much a fork touches."""
+    eng, called = engine(), []
+    h = eng.open(PROMPT)
+    eng.generate(h.id, 1)
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        eng.fork(h.id, 1, "b")
+    finally:
+        sys.setprofile(None)
+    rest = ["VirtualClock.now_ms", "ContextTree.fork", "Node.__init__"]
+    assert called == ["Engine.fork", *rest]
+    assert instructions(lambda: eng.fork(h.id, 1, "b")) < 230
+
+
+def test_a_fork_at_the_end_of_a_branch_hangs_under_it() -> None:
+    eng = engine()
+    s = eng.open(PROMPT).id
+    kid = eng.fork(s, 1, "b")
+    for at in (None, len(PROMPT)):
+        assert node(eng, s, eng.fork(s, kid, "c", at=at)).parent is node(eng, s, kid)
 
 
 def test_parent_may_grow_under_its_children() -> None:

@@ -317,7 +317,7 @@ def test_a_node_goes_on_after_it_gave_back_what_it_took_over() -> None:
         check_all(pool, [tree])
 
     def below(parent: Node, count: int) -> Node:
-        child = tree.fork(parent, "commit", [1] * count, 0.0, NodeMode.COMMIT)
+        child = tree.fork(parent, "commit", [1] * count, 0.0, mode=NodeMode.COMMIT)
         tree.move_tip(parent.line, child)
         return child
 

@@ -8,7 +8,35 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
+
+from forkserve.engine import MockBackend
+from forkserve.kernels.native.grown_tables import TablePlanner
+from forkserve.types import Batch, BatchResult
+from tests.core.strict import StrictMock
+
+from .tables import same
 
 ON_DEVICE = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore = [] if ON_DEVICE else ["device"]
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[TablePlanner]:
+    """Planners of all mocks: each batch of an engine is compared."""
+    planners: dict[MockBackend, TablePlanner] = {}
+    made: list[TablePlanner] = []
+    execute = StrictMock.execute
+
+    def spy(self: StrictMock, batch: Batch) -> BatchResult:
+        if self not in planners:
+            planners[self] = TablePlanner(self.config.page_size, self.window)
+            made.append(planners[self])
+        if batch.works:
+            page = self.config.page_size
+            same(planners[self].tables(batch.works), batch.works, page, self.window)
+        return execute(self, batch)
+
+    monkeypatch.setattr(StrictMock, "execute", spy)
+    return made

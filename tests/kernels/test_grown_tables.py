@@ -12,49 +12,17 @@ import numpy as np
 import pytest
 
 from benchmarks import tiles
-from forkserve.engine import MockBackend
 from forkserve.errors import OutOfPages
-from forkserve.kernels.native.attention import Tables, gather
+from forkserve.kernels.native.attention import gather
 from forkserve.kernels.native.grown_tables import TablePlanner
-from forkserve.types import Batch, BatchResult, SamplingParams, Span, Work
+from forkserve.types import SamplingParams, Span, Work
 from tests.core.driver import play, schedule
 from tests.core.harness import engine, tick
-from tests.core.strict import StrictMock
 from tests.instructions import instructions
 
+from .tables import same
+
 GO_ON = SamplingParams(ignore_eos=True)
-
-
-def same(got: Tables, works: Sequence[Work], page: int, window: int = 0) -> None:
-    """Compare all numbers, and what C++ is told about them."""
-    want = gather(works, page, window)
-    for mine, fresh in zip(got.arrays, want.arrays, strict=True):
-        assert mine.dtype == fresh.dtype
-        assert mine.tolist() == fresh.tolist()
-    sizes = [name for name, kind in got.spans._fields_[:4]]
-    assert [getattr(got.spans, n) for n in sizes] == [getattr(want.spans, n) for n in sizes]
-    places = [getattr(got.spans, name) for name, _ in got.spans._fields_[4:]]
-    assert places == [array.ctypes.data for array in got.arrays]
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[TablePlanner]:
-    """Planners of all mocks: each batch of an engine is compared."""
-    planners: dict[MockBackend, TablePlanner] = {}
-    made: list[TablePlanner] = []
-    execute = StrictMock.execute
-
-    def spy(self: StrictMock, batch: Batch) -> BatchResult:
-        if self not in planners:
-            planners[self] = TablePlanner(self.config.page_size, self.window)
-            made.append(planners[self])
-        if batch.works:
-            page = self.config.page_size
-            same(planners[self].tables(batch.works), batch.works, page, self.window)
-        return execute(self, batch)
-
-    monkeypatch.setattr(StrictMock, "execute", spy)
-    return made
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -228,9 +229,11 @@ def test_a_short_node_goes_into_the_next_node_not_into_every_leaf() -> None:
     assert seen(plan, tiling) == wanted(works, 16)
 
 
-def step(k: int, at: int, page: int = 4) -> list[Work]:
+TRUNK = Span("t", [60, 61, 62], 0, 10, 1)
+
+
+def step(k: int, at: int, page: int = 4, trunk: Span = TRUNK) -> list[Work]:
     """k branches that have decoded `at` rows over a trunk of 10."""
-    trunk = Span("t", [60, 61, 62], 0, 10, 1)
     works = []
     for i in range(k):
         pages = [15 * i + j for j in range(15)]
@@ -258,7 +261,6 @@ def test_a_plan_is_made_anew_when_the_tree_changes() -> None:
     planner.plan(step(4, 3))
     planner.plan(step(4, 4))
     assert planner.grown == 1
-    trunk = Span("t", [60, 61, 62], 0, 10, 1)
     moved = [60, 63, 62]
     changes = [
         lambda: step(3, 5),  # a branch has ended
@@ -266,18 +268,15 @@ def test_a_plan_is_made_anew_when_the_tree_changes() -> None:
         lambda: step(4, 6),  # a step left out
         lambda: [Work(w.session, w.node, [0, 0], w.start, w.context, w.write) for w in step(4, 5)],
         lambda: [Work(w.session, w.node, w.tokens, w.start, w.context, None) for w in step(4, 5)],
-        lambda: [  # other pages under the same key
-            Work(w.session, w.node, w.tokens, w.start, (Span("t", moved, 0, 10, 1), w.context[1]),
-                 w.write)
-            for w in step(4, 5)
-        ],
+        lambda: step(4, 5, trunk=replace(TRUNK, pages=moved)),  # other pages under the same key
+        lambda: step(4, 5, trunk=replace(TRUNK, pages=[60, 61, 62])),  # in a list of its own
+        lambda: step(4, 5, trunk=replace(TRUNK, offset=0)),
         lambda: [  # another branch
             Work(w.session, w.node, w.tokens, w.start, w.context,
                  Span("other", w.write.pages, w.start, 1, w.write.offset))
             for w in step(4, 5) if w.write
         ],
     ]  # fmt: skip
-    assert trunk == step(4, 5)[0].context[0]
     for change in changes:
         planner.plan(step(4, 4))
         made, works = planner.made, change()
@@ -292,16 +291,23 @@ def test_a_trunk_whose_pages_moved_in_place_is_noticed() -> None:
     pages = [60, 61, 62]
     trunk = Span("t", pages, 0, 10, 1)
 
-    def works(at: int) -> list[Work]:
-        return [
-            Work(w.session, w.node, w.tokens, w.start, (trunk, *w.context[1:]), w.write)
-            for w in step(2, at)
-        ]
-
-    planner.plan(works(2))
+    planner.plan(step(2, 2, trunk=trunk))
     pages[1] = 64
-    planner.plan(works(3))
+    planner.plan(step(2, 3, trunk=trunk))
     assert (planner.made, planner.grown) == (2, 0)
+
+
+def test_spans_made_anew_over_the_same_list_grow() -> None:
+    """As all are when rows of another node of the tree have moved."""
+    planner, pages = TilePlanner({0: Tiling(4, 2)}, SCRATCH), TRUNK.pages
+    for at in (2, 3, 4):
+        works = step(2, at, trunk=replace(TRUNK))
+        plan = planner.plan(works)[0]
+        assert seen(plan, Tiling(4, 2)) == wanted(works, 4)
+    assert planner.grown == 2
+    assert isinstance(pages, list)
+    planner.plan(step(2, 5, trunk=replace(TRUNK, pages=pages[:])))
+    assert planner.grown == 2
 
 
 def test_mixed_batches_never_grow() -> None:
@@ -313,6 +319,32 @@ def test_mixed_batches_never_grow() -> None:
 
 
 # -- cost ------------------------------------------------------------------------------------
+
+
+def test_growing_costs_some_hundred_instructions_a_branch_at_any_depth() -> None:
+    """But for the step after all spans were made anew, which compares each of them."""
+
+    def costs(depth: int) -> list[int]:
+        pages = list(range(2000))
+        lists = [pages[8 * i : 8 * i + 8] for i in range(depth)]
+        planner, found = TilePlanner({0: Tiling(4, 2)}, SCRATCH), []
+        above: tuple[Span, ...] = ()
+        for at in range(1, 8):
+            if at in (1, 4):
+                above = tuple(Span(("t", i), one, 32 * i, 32) for i, one in enumerate(lists))
+            works = []
+            for i in range(40):
+                mine = Span(i, pages[20 * i :], 32 * depth, at)
+                write = Span(i, mine.pages, 32 * depth + at, 1, at)
+                works.append(Work("s", i, [0], 32 * depth + at, (*above, mine), write))
+            found.append(instructions(lambda works=works: planner.plan(works)))
+        assert (planner.made, planner.grown) == (1, 6)
+        return found[1:]
+
+    few, many = costs(1), costs(40)
+    assert max(few) < 40 * 260, few
+    assert max(many[:2] + many[3:]) < 1.02 * max(few)
+    assert many[2] < 40 * 40 * 100
 
 
 def test_tiles_cost_no_step_each() -> None:

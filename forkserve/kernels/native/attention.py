@@ -17,7 +17,16 @@ import numpy.typing as npt
 from forkserve.errors import BackendError
 from forkserve.types import RowCopy, Span, Work
 
-__all__ = ["AttentionPlan", "Pool", "Tables", "copy_rows", "gather", "read_rows", "write_rows"]
+__all__ = [
+    "AttentionPlan",
+    "Pool",
+    "Tables",
+    "copy_rows",
+    "gather",
+    "read_rows",
+    "tables_of",
+    "write_rows",
+]
 
 Ints = npt.NDArray[np.int32]
 _POINTER = ctypes.c_void_p
@@ -73,11 +82,20 @@ class _Spans(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Flat tables of a batch; `spans` points into `arrays`.  runs: what they were made from."""
+    """Flat tables of a batch; `spans` points into `arrays`.
+
+    runs: what `gather` made them from; those that contexts read come first.
+    """
 
     spans: Any
     arrays: list[Ints]
     runs: list[Span]
+
+
+def tables_of(arrays: list[Ints], runs: list[Span]) -> Tables:
+    """Tables of these arrays, in the order of `_TABLES`."""
+    sizes = (arrays[0].size, arrays[4].size, arrays[6].size, arrays[9].size)
+    return Tables(_Spans(*sizes, *(array.ctypes.data for array in arrays)), arrays, runs)
 
 
 def gather(works: Sequence[Work], page_size: int, window: int = 0) -> Tables:
@@ -123,9 +141,7 @@ def gather(works: Sequence[Work], page_size: int, window: int = 0) -> Tables:
         first,
         pages,
     )
-    arrays = [np.array(values, dtype=np.int32) for values in lists]
-    sizes = (len(works), arrays[4].size, len(runs), len(pages))
-    return Tables(_Spans(*sizes, *(array.ctypes.data for array in arrays)), arrays, runs)
+    return tables_of([np.array(values, dtype=np.int32) for values in lists], runs)
 
 
 class AttentionPlan:

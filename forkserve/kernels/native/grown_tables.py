@@ -2,6 +2,7 @@
 
 While a tree stays and each of its branches goes on by a row, what a batch's tables say changes in
 few places: `TablePlanner` puts these right, and gathers anew where anything else is different.
+Chunks that come after the branches are gathered by themselves, and joined to that.
 Either way the tables are those of `gather`, number by number.
 """
 
@@ -9,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from operator import is_
 
 import numpy as np
 
+from forkserve.kernels.forest import alike
 from forkserve.kernels.native.attention import Tables, gather
+from forkserve.kernels.native.joined_tables import join
 from forkserve.types import Span, Work
 
 __all__ = ["TablePlanner"]
@@ -40,6 +42,7 @@ class TablePlanner:
         self._size, self._window = page_size, window
         self._tables = gather([], page_size)
         self._branches: list[_Branch] = []
+        self._numbers: dict[Hashable, int] = {}  # of the runs that contexts read; if asked for
         self._uses = self._tables.arrays[4]  # of each branch: where its own run is used
         self._writes = 0  # the first run that takes fresh rows
         # Pages of the runs that do not grow: as spans hold them, and as they were gathered.
@@ -49,23 +52,34 @@ class TablePlanner:
         self.grown = 0
 
     def tables(self, works: Sequence[Work]) -> Tables:
-        """The tables of `works`.  They are the planner's own: the next call may change them."""
-        if self._branches and self._grow(works):
+        """The tables of `works`.  They are the planner's own: the next call may change them.
+
+        The works that decode before the first that does not are what grows.
+        """
+        count = len(self._branches)
+        more = len(works) > count and _decodes(works[count])
+        if count and not more and self._grow(works[:count]):
             self.grown += 1
+        else:
+            self.made += 1
+            self._branches = []  # nothing to grow, should gathering fail
+            count = next((i for i, work in enumerate(works) if not _decodes(work)), len(works))
+            if not count:
+                return gather(works, self._size, self._window)
+            self._tables = gather(works[:count], self._size, self._window)
+            self._numbers = {}
+            self._remember(works[:count])
+        if count == len(works):
             return self._tables
-        self.made += 1
-        self._branches = []  # nothing to grow, should gathering fail
-        self._tables = gather(works, self._size, self._window)
-        self._remember(works)
-        return self._tables
+        back = gather(works[count:], self._size, self._window)
+        if not self._numbers:
+            runs = self._tables.runs
+            self._numbers = {run.key: i for i, run in enumerate(runs[: len(runs) - count])}
+        grown = {branch.run: branch.rows for branch in self._branches}
+        return join(self._tables, back, self._numbers, grown)
 
     def _remember(self, works: Sequence[Work]) -> None:
         """Keep what must stay equal for the tables to be grown; nothing if they cannot be."""
-        for work in works:
-            if len(work.tokens) != 1 or work.write is None or not work.context:
-                return
-            if not work.context[-1].length:
-                return
         arrays, runs = self._tables.arrays, self._tables.runs
         _, _, use_end, _, use_run, _, run_start, *_ = arrays
         first = np.concatenate([[0], use_end[:-1]])
@@ -110,12 +124,11 @@ class TablePlanner:
         more: list[tuple[int, int]] = []
         for number, (work, branch) in enumerate(zip(works, self._branches, strict=True)):
             write, context, above = work.write, work.context, branch.above
-            if write is None or len(work.tokens) != 1 or len(context) != len(above) + 1:
+            if write is None or len(work.tokens) != 1 or not context:
                 return False
-            if not all(map(is_, context, above)):
-                if not all(map(_alike, context, above)):
-                    return False
-                branch.above = context[:-1]
+            if not alike(context[:-1], above):
+                return False
+            branch.above = context[:-1]  # the next may be the very same
             own, rows = context[-1], branch.rows + 1
             end = branch.offset + rows
             if (
@@ -170,6 +183,7 @@ class TablePlanner:
         spans.n_pages, spans.pages = longer.size, longer.ctypes.data
 
 
-def _alike(span: Span, other: Span) -> bool:
-    """Whether two spans are equal and hold the same list."""
-    return span is other or (span.pages is other.pages and span == other)
+def _decodes(work: Work) -> bool:
+    """Whether the work goes on by a row that it writes."""
+    own = work.context[-1:]
+    return len(work.tokens) == 1 and work.write is not None and bool(own and own[0].length)
