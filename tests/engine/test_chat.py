@@ -82,7 +82,10 @@ def test_an_assistant_that_only_calls_tools_has_no_content(
 def test_content_that_lacks_is_filled_for_control_tokens_as_well() -> None:
     source = "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}{% endfor %}"
     template = ChatTemplate(source, {}, "here", ["<|im_start|>"])
-    bare = [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "<|im_start|>"}]
+    bare = [
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "content": "<|im_start|>"},
+    ]
     full = [{**bare[0], "content": ""}, bare[1]]
     text, same = (template.render(m, None, None, True) for m in (bare, full))
     assert (text, text.plain) == (same, same.plain)

@@ -173,7 +173,10 @@ def test_unsupported_configurations(folder: Path) -> None:
         ({"architectures": None}, "architecture 'None'"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "scaling 'dynamic' .*length.*'default' in its"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            "scaling 'dynamic' .*length.*'default' in its",
+        ),
         ({"rope_parameters": {"rope_type": "spiral"}}, "scaling 'spiral' is not supported; "),
         ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' lacks factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
