@@ -148,7 +148,10 @@ class Core:
         handle = task.generation_handle
         if handle is not None and not handle.done:
             handle.end("error" if error else "cancelled", error)
-        waited, self.parked = self.parked, []
+        if self.parked and any(other.privileged for other in self.tasks.values()):
+            waited = []  # they would take its rows, again and again
+        else:
+            waited, self.parked = self.parked, []
         for parked in waited:
             parked.parked = parked.held = False
             if not parked.done:
