@@ -66,7 +66,8 @@ def _along(
 def _node(row: dict[str, Any]) -> str:
     name = shortened(one_line(row["branch"]), _NAME) or "-"
     where = f"+{row['tokens']} at {row['start']}"
-    return f"{row['node']} {name}  {where}  {row['mode']}, line {row['line']}" + " *" * row["tip"]
+    tip = " *" if row["tip"] else ""
+    return f"{row['node']} {name}  {where}  {row['mode']}, line {row['line']}{tip}"
 
 
 def when(at: float | None) -> str:
