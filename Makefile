@@ -12,13 +12,17 @@ SOURCES := $(wildcard forkserve tests scripts examples benchmarks hatch_build.py
 NATIVE := $(wildcard forkserve/kernels/native/*.cpp forkserve/kernels/native/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types docs bench gpu triton clean
+.PHONY: help setup demo test lint format types docs bench gpu triton clean asked
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
-$(STAMP): pyproject.toml constraints.txt scripts/setup.sh hatch_build.py $(NATIVE)
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh hatch_build.py $(NATIVE) | asked
 	@bash scripts/setup.sh "$(PYTHON)"
+
+# A PYTHON that was named must be that of a .venv which is there already.
+asked:
+	@$(if $(filter file,$(origin PYTHON)),,bash scripts/setup.sh --check "$(PYTHON)")
 
 setup: $(STAMP) ## install everything into .venv
 

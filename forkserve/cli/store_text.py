@@ -6,7 +6,11 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-__all__ = ["short", "size", "sound", "table", "when"]
+from forkserve.cli.words import one_line, shortened
+
+__all__ = ["short", "size", "sound", "table", "tree_lines", "when"]
+
+_NAME = 40  # characters of a branch's name
 
 
 def table(rows: list[dict[str, Any]], columns: dict[str, Callable[[Any], str]], none: str) -> str:
@@ -18,6 +22,52 @@ def table(rows: list[dict[str, Any]], columns: dict[str, Callable[[Any], str]], 
     return "\n".join(
         "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells
     )
+
+
+def tree_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """A session's nodes, as `admin.tree_rows` gives them: parents first.
+
+    What goes on with a line stands below it on the same level, after the lines that leave it: a
+    session is a long chain, and an indent for each commit would leave the screen.
+    """
+    below: dict[int | None, list[dict[str, Any]]] = {}
+    for row in rows:
+        below.setdefault(row["parent"], []).append(row)
+    lines: list[str] = []
+    # What is still to be drawn, the next one last; begins: a line begins here.
+    todo = [(row, "", "", True) for row in reversed(below.get(None, []))]
+    while todo:
+        row, indent, joint, begins = todo.pop()
+        lines.append(indent + joint + _node(row))
+        if begins:
+            deeper = indent + {"": "", "├─ ": "│  ", "└─ ": "   "}[joint]
+            along = _along(row, below)
+            joints = [*["├─ "] * (len(along) - 1), "└─ "]
+            found = zip(along, joints, strict=False)
+            todo += reversed([(one, deeper, j, new) for (one, new), j in found])
+    return lines
+
+
+def _along(
+    first: dict[str, Any], below: dict[int | None, list[dict[str, Any]]]
+) -> list[tuple[dict[str, Any], bool]]:
+    """The nodes of a line after its first, and before each the lines that leave it there (True)."""
+    out: list[tuple[dict[str, Any], bool]] = []
+    row: dict[str, Any] | None = first
+    while row is not None:
+        children = below.get(row["node"], [])
+        onward = next((c for c in reversed(children) if c["line"] == row["line"]), None)
+        out += [(child, True) for child in children if child is not onward]
+        out += [(onward, False)] if onward is not None else []
+        row = onward
+    return out
+
+
+def _node(row: dict[str, Any]) -> str:
+    name = shortened(one_line(row["branch"]), _NAME) or "-"
+    where = f"+{row['tokens']} at {row['start']}"
+    tip = " *" if row["tip"] else ""
+    return f"{row['node']} {name}  {where}  {row['mode']}, line {row['line']}{tip}"
 
 
 def when(at: float | None) -> str:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forkserve.cli.record import RunNode, load_run
+from forkserve.cli.words import counted, one_line
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
     from rich.tree import Tree
 
 __all__ = ["run_tree"]
 
 _STYLES = {"committed": "green", "won": "bold green", "aborted": "red", "lost": "red"}
+_NO_WIDTH = 400
 
 
 def run_tree(*, as_json: bool) -> None:
@@ -23,10 +28,9 @@ def run_tree(*, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**head, "nodes": [asdict(node) for node in nodes]}))
         return
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console()
+    console = _console()
     dead = [node for node in nodes if node.outcome in ("aborted", "lost")]
     console.print(
         Text(
@@ -37,9 +41,20 @@ def run_tree(*, as_json: bool) -> None:
     console.print(draw(nodes))
 
 
-def draw(nodes: Sequence[RunNode]) -> Tree:
-    """A rich tree.  The committed line runs straight down; branches hang beside it.
+def _console() -> Console:
+    """The screen; a file or a pipe has no width, so lines there are as long as they come."""
+    from rich.console import Console
 
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _NO_WIDTH
+    return console
+
+
+def draw(nodes: Sequence[RunNode]) -> Tree:
+    """A rich tree, a line for a node.
+
+    The committed line runs straight down; branches hang beside it.
     A node's committed child is drawn below it on the same level: an agent's line is long, and an
     indent for each turn would leave the screen.
     """
@@ -71,15 +86,19 @@ def _hang(above: Tree, node: RunNode, children: dict[int | None, list[RunNode]])
         _hang(here, child, children)
 
 
-def _label(node: RunNode) -> Any:
+def _label(node: RunNode) -> Text:
     from rich.text import Text
 
     style = _STYLES.get(node.outcome, "")
     mark = {"aborted": "✗ ", "lost": "✗ ", "won": "★ "}.get(node.outcome, "● ")
+    cost = f"{counted(node.tokens, 'token')}, {counted(node.pages, 'page')}"
+    text = f"  “{one_line(node.text)}”" if node.text else ""
     return Text.assemble(
         (mark, style),
-        (node.branch, "bold"),
+        (one_line(node.branch), "bold"),
         (f"  {node.outcome}", style),
-        (f"  {node.tokens:,} tokens, {node.pages:,} pages  ", "dim"),
-        (repr(node.text) if node.text else "", "italic"),
+        (f"  {cost}", "dim"),
+        (text, "italic"),
+        no_wrap=True,
+        overflow="ellipsis",
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from forkserve.control.core import Core
 from forkserve.control.flight import Entry, Flight
+from forkserve.control.jobs import Job
 from forkserve.control.sharing import share_prompts
 from forkserve.control.spine_care import care
 from forkserve.control.task import Task
@@ -31,6 +32,17 @@ _TOO_LONG = "this sequence alone is longer than the pool; raise capacity_pages"
 def _pages(span: Span, size: int) -> Sequence[int]:
     """Pages that the rows of a span lie in."""
     return span.pages[span.offset // size : -(-(span.offset + span.length) // size)]
+
+
+def _ahead_first(items: Sequence[tuple[Job, int]]) -> list[tuple[Task, int]]:
+    """A tick's grants in turn; who is privileged boards first, so that it may stop any other."""
+    tasks = []
+    for job, tokens in items:
+        assert isinstance(job, Task)
+        tasks.append((job, tokens))
+    if any(task.privileged for task, _ in tasks):
+        tasks.sort(key=lambda item: not item[0].privileged)
+    return tasks
 
 
 class Boarding:
@@ -59,8 +71,7 @@ class Boarding:
             assert isinstance(job, Task)
             core.count.refusals[reason] += 1
             core.finish(job)
-        for job, tokens in plan.items:
-            assert isinstance(job, Task)
+        for job, tokens in _ahead_first(plan.items):
             if not (job.done or job.parked):  # one before it may have stopped it
                 self._board_or_end(flight, job, tokens)
         if not flight.entries:
@@ -199,20 +210,24 @@ class Boarding:
         return more
 
     def _board_probe(self, flight: Flight, task: Task, tokens: int) -> None:
-        """The next texts of a probe: works that write nothing, at least one."""
+        """The next texts of a probe: works that write nothing, at least one if nobody is aboard.
+
+        Beside others a text that is longer than its share of a tick waits until that has saved up.
+        """
         probe, target, tree = task.probe, task.target, task.tree
         assert probe is not None
+        probe.saved += tokens
         begin = probe.at - 1  # a generation that goes on behind it makes no difference
         last = tree.tokens(target, begin, probe.at).tolist()
         for number in probe.pending():
             run = [*last, *probe.texts[number]]
-            if flight.entries and len(run) > tokens:
+            if flight.entries and len(run) > probe.saved:
                 return
             context = spans(tree, target, begin)
             work = Work(task.session, target.id, run, begin, context, None, logits=True)
             flight.batch.works.append(work)
             flight.entries.append(Entry(task, target, len(run), None, work, number))
-            tokens -= len(run)
+            probe.saved = max(probe.saved - len(run), 0)
 
     def _sample_spec(self, task: Task) -> SampleSpec:
         handle = task.generation_handle

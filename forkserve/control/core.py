@@ -22,6 +22,7 @@ from forkserve.control.task import Task
 from forkserve.errors import SessionError
 from forkserve.tree.eviction import path_rows, resting, shed
 from forkserve.tree.index import PrefixIndex
+from forkserve.tree.invariants import standing_rows
 from forkserve.tree.node import MAIN_LINE, Node
 from forkserve.tree.pool import PagePool
 from forkserve.tree.rows import release
@@ -148,7 +149,10 @@ class Core:
         handle = task.generation_handle
         if handle is not None and not handle.done:
             handle.end("error" if error else "cancelled", error)
-        waited, self.parked = self.parked, []
+        if self.parked and any(other.privileged for other in self.tasks.values()):
+            waited = []  # they would take its rows, again and again
+        else:
+            waited, self.parked = self.parked, []
         for parked in waited:
             parked.parked = parked.held = False
             if not parked.done:
@@ -357,7 +361,7 @@ class Core:
             index_pages=pool.index_only,
             free_pages=pool.free_pages,
             capacity_pages=pool.capacity,
-            live_rows=sum(pool.valid),
+            live_rows=sum(standing_rows(pool, self.trees.values()).values()),
             sessions=len(self.trees),
             nodes=sum(len(tree.nodes) for tree in self.trees.values()),
             queued=len(self.scheduler),

@@ -134,6 +134,4 @@ def _share(core: Core, tree: ContextTree, node: Node) -> int:
     core.copy_later(copy_plan(parts, begin, pages, core.pool.page_size))
     node.segments.append(new_segment(begin, pages, end))
     node.floor = source.floor  # the copy stands alone where the one it was made from does
-    for number, page in enumerate(pages):
-        core.pool.valid[page] = min(core.pool.page_size, end - begin - number * core.pool.page_size)
     return rows

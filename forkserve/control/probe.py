@@ -20,11 +20,15 @@ Text = tuple[int, ...]
 
 
 class Probe:
-    """Texts behind the first `at` tokens of a path; rows[i] are the logits [V] after text i."""
+    """Texts behind the first `at` tokens of a path; rows[i] are the logits [V] after text i.
+
+    saved: tokens that it was granted and has not used.
+    """
 
     def __init__(self, texts: Sequence[Text], at: int) -> None:
         self.texts = list(texts)
         self.at = at
+        self.saved = 0
         self.rows: dict[int, FloatArray] = {}
 
     def pending(self) -> list[int]:

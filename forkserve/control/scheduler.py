@@ -233,7 +233,7 @@ class Scheduler:
         """Committed and speculative jobs that may run now: at most one per node, the first in line.
 
         A job waits for the prefill of its own node and of its parent, whose rows it reads (of
-        further ancestors too, if each one between has a job).
+        further ancestors too, if each one between has a job), unless that waits itself.
         Committed work never waits for speculation: whoever commits a node cancels or takes over
         the speculation that is queued there.
         """
@@ -249,7 +249,7 @@ class Scheduler:
                 if job.kind is JobClass.SPEC:
                     if not above or all(j.kind is JobClass.DECODE for j in above):
                         spec.append(job)
-                elif not above or not any(j.kind in _PREFILL for j in above):
+                elif not above or not any(j.kind in _PREFILL and not j.held for j in above):
                     committed.append(job)
         return committed, spec
 

@@ -26,7 +26,7 @@ class PrefilledTokens:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot.  Pages are frames of the pool; rows are valid KV rows in them.
+    """A snapshot.  Pages are frames of the pool; rows are KV rows in them that some table lists.
 
     shared_pages: with more than one reference.  speculative_pages: on tables of speculative nodes.
     index_pages: held by the prefix index alone.  cached_tokens: rows that `open` took from it.

@@ -1,8 +1,9 @@
 """The page pool: the one authority on which KV page is whose.
 
 A page spans all layers and `page_size` token rows.  The pool knows ids, reference counts,
-generations, valid rows, pins and the read-only mark; a backend owns tensors indexed by page id and
-nothing else.  Single-threaded by contract: the engine's lock guards it.
+generations, pins and the read-only mark; which rows of a page stand is said by the segments that
+list it.  A backend owns tensors indexed by page id and nothing else.  Single-threaded by contract:
+the engine's lock guards it.
 
 References of a page = segments that list it + pins + index entries.
 """
@@ -38,7 +39,6 @@ class PagePool:
         self.page_size = page_size
         self.refs = [0] * capacity
         self.generation = [0] * capacity  # times the page was handed out
-        self.valid = [0] * capacity  # rows written, 0..page_size
         self.pins = [0] * capacity
         self.indexed = bytearray(capacity)  # 1 while a prefix-index entry names the page
         self.read_only = bytearray(capacity)
@@ -66,7 +66,7 @@ class PagePool:
         return -(-rows // self.page_size)
 
     def alloc(self, count: int) -> list[int]:
-        """`count` fresh pages, each with one reference and no valid row; all or none.
+        """`count` fresh pages, each with one reference; all or none.
 
         Raises OutOfPages; the caller evicts and tries again.
         """
@@ -78,7 +78,6 @@ class PagePool:
             assert self.refs[page] == 0, f"page {page} was free with {self.refs[page]} references"
             self.refs[page] = 1
             self.generation[page] += 1
-            self.valid[page] = 0
             pages.append(page)
         return pages
 
@@ -101,7 +100,6 @@ class PagePool:
             if left == 0:
                 assert not self.pins[page], f"page {page} was freed while pinned"
                 assert not self.indexed[page], f"page {page} was freed while in the index"
-                self.valid[page] = 0
                 self.read_only[page] = 0
                 heapq.heappush(self._free, self._rank[page])
                 freed.append(page)

@@ -194,16 +194,11 @@ def reserve(tree: ContextTree, node: Node, begin: int, count: int) -> Reservatio
 
 def settle(tree: ContextTree, held: Reservation) -> None:
     """The batch ran: the rows are valid."""
-    pool, segment, size = tree.pool, held.segment, tree.pool.page_size
+    segment = held.segment
     segment.end = held.begin + held.count
     if held.dropped:
         dropped, held.dropped = held.dropped, []
-        pool.decref(dropped)
-    first = 0 if held.copies else held.begin - segment.start
-    rows = segment.end - segment.start
-    for index in range(first // size, -(-rows // size)):
-        page = segment.pages[index]
-        pool.valid[page] = max(pool.valid[page], min(size, rows - index * size))
+        tree.pool.decref(dropped)
     children = held.node.children
     if children and any(held.begin < c.alias_len <= segment.end for c in children.values()):
         segment.sealed = True  # forked here before the rows were written, or while they were
@@ -249,10 +244,7 @@ def cut(tree: ContextTree, node: Node, position: int) -> int:
         segment.pages, extra = segment.pages[:keep], segment.pages[keep:]
         segment.end = position
         freed += pool.decref(extra)
-        page = segment.pages[-1]
-        if pool.refs[page] == 1:
-            pool.valid[page] = position - segment.start - (keep - 1) * pool.page_size
-        else:
+        if pool.refs[segment.pages[-1]] > 1:
             segment.sealed = True  # on another table as well: whoever goes on copies its rows
     if position < node.floor:
         node.floor = 0  # nothing is left of the rows that stood above it

@@ -215,6 +215,4 @@ def finish(tree: ContextTree, move: Realignment) -> int:
     for node in move.chain:
         cut(tree, node, move.begin)
     move.node.segments.append(new_segment(move.begin, move.fresh, end))
-    for number, page in enumerate(move.fresh):
-        pool.valid[page] = min(pool.page_size, end - move.begin - number * pool.page_size)
     return pool.free_pages - before - len(move.fresh)

@@ -271,7 +271,7 @@ def test_local_without_the_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.delitem(vars(engine), "LocalBackend", raising=False)
     monkeypatch.setattr(engine, "__getattr__", missing)
-    assert "forkserve[engine]" in refused(run, "--backend", "local")
+    assert "[engine]" in refused(run, "--backend", "local")
 
 
 def test_without_the_extra_the_mock_runs_and_says_so(

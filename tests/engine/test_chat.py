@@ -55,6 +55,49 @@ def test_refusals_are_model_errors() -> None:
         render("{{ 'a' + messages[0].content }}", {"role": "user", "content": None})
 
 
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
+
+
+@pytest.mark.parametrize("lacking", [{}, {"content": None}])
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("{{ m.role + ':' + m['content'] }}", "assistant:"),  # it fails without
+        ("{{ m.role }}:{{ m.content }}", "assistant:"),  # it would write None
+        ("{{ 'None; ' }}{% if not m.content %}calls{% endif %}", "None; calls"),
+        ("{% if m['content'] is string %}says{% else %}calls{% endif %}", "calls"),  # it can tell
+        ("{{ m.content is string and m.content | first | upper }}", "False"),  # "" would fail
+    ],
+)
+def test_an_assistant_that_only_calls_tools_has_no_content(
+    lacking: dict[str, None], source: str, wanted: str
+) -> None:
+    message = {"role": "assistant", "tool_calls": [CALL], **lacking}
+    given = dict(message)
+    loop = "{% for m in messages %}" + source + "{% endfor %}"
+    assert render(loop, message) == wanted
+    assert message == given
+
+
+def test_content_that_lacks_is_filled_for_control_tokens_as_well() -> None:
+    source = "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}{% endfor %}"
+    template = ChatTemplate(source, {}, "here", ["<|im_start|>"])
+    bare = [
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "content": "<|im_start|>"},
+    ]
+    full = [{**bare[0], "content": ""}, bare[1]]
+    text, same = (template.render(m, None, None, True) for m in (bare, full))
+    assert (text, text.plain) == (same, same.plain)
+    assert len(text.plain) == 1
+
+
+def test_a_template_that_refuses_in_any_case_says_why() -> None:
+    source = "{{ messages[0].content + '' }}{{ raise_exception('no calls') }}"
+    with pytest.raises(ModelError, match="no calls"):
+        render(source, {"role": "assistant", "tool_calls": [CALL]})
+
+
 def test_templates_run_in_a_sandbox() -> None:
     with pytest.raises(ModelError, match="refused"):
         render("{{ ''.__class__.__mro__[1].__subclasses__() }}")

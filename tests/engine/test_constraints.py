@@ -170,7 +170,7 @@ def test_refused_grammars(tokenizer: LocalTokenizer) -> None:
 
 def test_without_the_library(tokenizer: LocalTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingExtra, match=r"forkserve\[engine\]"):
+    with pytest.raises(MissingExtra, match=r"pip install .*\[engine\]"):
         GrammarConstraint(tokenizer, "{}", vocab_size=SIZE, eos_ids=EOS)
     for make, grammar in (
         (GrammarConstraint.from_json_schema, "{}"),
@@ -178,7 +178,7 @@ def test_without_the_library(tokenizer: LocalTokenizer, monkeypatch: pytest.Monk
         (GrammarConstraint.from_lark, 'start: "a"'),
         (GrammarConstraint.from_ebnf, 'root ::= "a"'),
     ):
-        with pytest.raises(MissingExtra, match=r"forkserve\[engine\]"):
+        with pytest.raises(MissingExtra, match=r"pip install .*\[engine\]"):
             make(tokenizer, grammar, vocab_size=SIZE, eos_ids=EOS)
 
 

@@ -140,6 +140,17 @@ def test_it_answers(smollm2: LocalBackend) -> None:
     assert "Paris" in answer(smollm2, "What is the capital of France? Answer in one word.")
 
 
+def test_openais_null_content(smollm2: LocalBackend) -> None:
+    """Its template would add None to a text."""
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    user, tool = {"role": "user", "content": "Look."}, {"role": "tool", "content": "42"}
+    said = {"role": "assistant", "tool_calls": [call]}
+    render = smollm2.tokenizer.render
+    want = render([user, {**said, "content": ""}, tool], add_generation_prompt=True)
+    for lacking in (said, {**said, "content": None}):
+        assert render([user, lacking, tool], add_generation_prompt=True) == want
+
+
 def test_bfloat16(smollm2: LocalBackend) -> None:
     """bf16 weights and KV, by the vector route and by the widened one, near float32."""
     kernels = smollm2.info.extra["kernels"]

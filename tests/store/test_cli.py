@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from forkserve.cli.store import group
+from forkserve.cli.store_text import tree_lines
 
 from .engines import PROMPT, engine
 
@@ -173,3 +174,29 @@ def test_a_living_owner_is_no_hindrance(tmp_path: Path) -> None:
     run(tmp_path, "pin", "x")
     assert eng.generate("a", 2)
     eng.shutdown()
+
+
+def test_a_long_line_is_drawn_straight_down() -> None:
+    """2,000 commits, with a line that leaves it and goes on, and one that leaves that."""
+
+    def row(node: int, parent: int | None, line: int, branch: str = "commit") -> dict[str, Any]:
+        where = {"start": 0, "tokens": 1, "mode": "commit", "tip": node in (2000, 2003, 2004)}
+        return {"node": node, "parent": parent, "branch": branch, "line": line, **where}
+
+    rows = [row(n, n - 1 or None, 0) for n in range(1, 2001)]
+    rows += [row(2001, 5, 1, "a\nb\x1b[31m" + "c" * 99), row(2002, 2001, 1)]
+    rows += [row(2003, 2002, 1), row(2004, 2002, 2)]
+    lines = tree_lines(rows)
+    assert [int(re.search(r"\d+", line)[0]) for line in lines] == [  # type: ignore[index]
+        *range(1, 6),
+        *(2001, 2002, 2004, 2003),
+        *range(6, 2001),
+    ]
+    assert lines[4:9] == [
+        "├─ 5 commit  +1 at 0  commit, line 0",
+        "├─ 2001 a b[31m" + "c" * 32 + "…  +1 at 0  commit, line 1",
+        "│  ├─ 2002 commit  +1 at 0  commit, line 1",
+        "│  ├─ 2004 commit  +1 at 0  commit, line 2 *",
+        "│  └─ 2003 commit  +1 at 0  commit, line 1 *",
+    ]
+    assert lines[-1] == "└─ 2000 commit  +1 at 0  commit, line 0 *"

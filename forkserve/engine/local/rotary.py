@@ -82,7 +82,7 @@ def checked_rope(theta: float, given: Mapping[str, Any], where: str) -> Rope:
     if kind not in _KINDS:
         why = _REFUSED.get(kind, "")
         raise ModelError(
-            f"{where}: rotary scaling '{kind}' is not supported{why}; {', '.join(_KINDS)} are"
+            f"{where}: rotary scaling '{kind}' is not supported; {', '.join(_KINDS)} are{why}"
         )
     known = _KINDS[kind]
     missing = [key for key in known.needs if given.get(key) is None]
@@ -156,5 +156,15 @@ _KINDS = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
-_CHANGING = " (its frequencies depend on the length of the sequence: cached rows would be wrong)"
-_REFUSED = {"dynamic": _CHANGING, "longrope": _CHANGING, "su": _CHANGING}
+# Hugging Face computes both anew as a sequence grows, so rows that were cached would be wrong.
+_CHANGING = ". Its frequencies depend on the length of the sequence: cached rows would be wrong. "
+_LONG = (
+    f"{_CHANGING}Take a version of the model without it, such as the one for its trained context"
+)
+_REFUSED = {
+    # Up to max_position_embeddings "dynamic" is "default" [transformers, modeling_rope_utils].
+    "dynamic": f"{_CHANGING}Write 'default' in its place, and the model is the same up to its "
+    "max_position_embeddings tokens",
+    "longrope": _LONG,
+    "su": _LONG,
+}

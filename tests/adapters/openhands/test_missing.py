@@ -16,7 +16,7 @@ from tests.adapters.openhands.conftest import SDK
 def test_what_is_missing_is_named() -> None:
     import forkserve.adapters.openhands as module
 
-    with pytest.raises(MissingExtra, match=r"Python 3.12 or newer.*forkserve\[openhands\]"):
+    with pytest.raises(MissingExtra, match=r"Python 3.12 or newer.*pip install .*\[openhands\]"):
         module.OpenHandsAdapter  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'Other'"):
         module.Other  # noqa: B018

@@ -1,0 +1,23 @@
+"""Words of any origin on one line of a screen."""
+
+from __future__ import annotations
+
+__all__ = ["counted", "one_line", "shortened"]
+
+_JOINER = "\u200d"  # within an emoji of several
+
+
+def counted(number: int, what: str) -> str:
+    """``1 page``, ``2,000 pages``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def one_line(text: str) -> str:
+    """White space as single spaces; what is not to be seen, such as control codes, is left out."""
+    seen = (c for c in text if c.isprintable() or c.isspace() or c == _JOINER)
+    return " ".join("".join(seen).split())
+
+
+def shortened(text: str, most: int) -> str:
+    """At most `most` characters, with a sign where the rest was."""
+    return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
