@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from forkserve.store import Store
 from forkserve.store.depots import FaultyDepot, LocalDepot
 from forkserve.store.rebuild import verify
 from forkserve.types import SamplingParams
+from tests.waiting import wait_for
 
 from .engines import PROMPT, cold, crash, engine, prefilled
 from .test_publish import WHOLE, published
@@ -114,7 +114,7 @@ def test_a_prefix_that_two_want_at_once_is_read_once(tmp_path: Path) -> None:
     real = depot.inner.open
 
     def slow(key: str) -> Any:
-        time.sleep(0.3)
+        wait_for(lambda: store.restorer.shared == 4)  # all three want both chunks
         return real(key)
 
     depot.inner.open = slow  # type: ignore[method-assign]
