@@ -167,7 +167,7 @@ def test_hundreds_of_runs_grow_nothing(fs: ForkServe, thread: bool) -> None:
 
 @pytest.mark.parametrize("background", [False], indirect=True)
 def test_the_decorator_costs_little(fs: ForkServe) -> None:
-    """Functions called for each node, the fork and its end included: a time would be the machine's."""
+    """Functions that are called for a node, its fork included: a time would be the machine's."""
 
     def build(decorate: Any) -> Any:
         graph = StateGraph(State)
