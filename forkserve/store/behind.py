@@ -67,6 +67,7 @@ class WriteBehind:
         self._wake = threading.Event()
         self._stop = False
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         vault.catalog.behind = (place, limit)
         vault.stored = self.wake
 
@@ -74,11 +75,12 @@ class WriteBehind:
 
     def start(self) -> None:
         """Begin to send; also what an earlier process has left."""
-        if self._thread is None and not self._stop:
-            self._thread = threading.Thread(
-                target=self._serve, name="forkserve-behind", daemon=True
-            )
-            self._thread.start()
+        with self._starting:  # publishing threads call this, and whoever drains
+            if self._thread is None and not self._stop:
+                self._thread = threading.Thread(
+                    target=self._serve, name="forkserve-behind", daemon=True
+                )
+                self._thread.start()
 
     def wake(self) -> None:
         """There is something to send."""
@@ -125,11 +127,12 @@ class WriteBehind:
 
         Idempotent.
         """
-        self._stop = True
+        with self._starting:
+            self._stop = True
+            thread, self._thread = self._thread, None
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join(60.0)
-            self._thread = None
+        if thread is not None:
+            thread.join(60.0)
 
     # ---------------------------------------------------------------- the thread
 

@@ -24,7 +24,12 @@ from forkserve.kernels.native import library
 
 from .react.conftest import LIVE, rest_until_quiet, spoken
 
-pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # a minute, the cold engine's share included
+    pytest.mark.xdist_group("smollm2"),
+]
 
 _absent = library.available()
 KERNELS = [

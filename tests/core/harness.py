@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,13 +51,6 @@ def node(eng: Engine, session: str, node_id: int) -> Node:
 
 def refs(eng: Engine) -> list[int]:
     return list(core(eng).pool.refs)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.001)
 
 
 def warm(eng: Engine, session: str, *kids: int) -> None:

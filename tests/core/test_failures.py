@@ -20,6 +20,7 @@ from forkserve.errors import (
     SessionError,
 )
 from forkserve.types import SamplingParams
+from tests.waiting import HANGS_S
 
 from .harness import (
     assert_nothing_left,
@@ -181,13 +182,13 @@ def test_two_threads_on_one_session() -> None:
     def hold(_: object) -> None:
         if not entered.is_set():
             entered.set()
-            assert leave.wait(10)
+            assert leave.wait(HANGS_S)
 
     eng = engine({"on_batch": hold}, background=True)
     s = eng.open(PROMPT, prefill=False).id
     kid, other = eng.fork(s, 1, "k", WRAP), eng.fork(s, 1, "o", OTHER)
     running = eng.start(s, 3)
-    assert entered.wait(10)
+    assert entered.wait(HANGS_S)
     caught: list[BaseException] = []
 
     def attempt(verb: Callable[[], object]) -> None:
@@ -198,7 +199,7 @@ def test_two_threads_on_one_session() -> None:
 
     late = threading.Thread(target=attempt, args=(lambda: eng.generate(s, 1),))
     late.start()
-    late.join(10)
+    late.join(HANGS_S)
     assert [type(error) for error in caught] == [SessionError]
     running.cancel()
     turns = [lambda: eng.commit(s, 1, WRAP), lambda: eng.promote(s, other)]
@@ -207,7 +208,7 @@ def test_two_threads_on_one_session() -> None:
         thread.start()
     leave.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(HANGS_S)
     # Whichever came first; the commit aborts `other`, or finds that node 1 is no tip any more.
     assert [type(error) for error in caught[1:]] == [NodeError]
     assert eng.tip(s) in {kid, other}

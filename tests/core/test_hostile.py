@@ -14,6 +14,7 @@ from forkserve import Engine, ForkServeConfig, SamplingParams
 from forkserve.engine import MockBackend
 from forkserve.errors import BackendError, ConfigError, OutOfPages, SessionError
 from forkserve.types import Batch
+from tests.waiting import HANGS_S
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 BOTH = pytest.mark.parametrize("background", [False, True])
@@ -205,14 +206,14 @@ def test_pages_of_an_aborted_branch_stay_while_the_pass_writes_them() -> None:
     def gate(batch: Batch) -> None:
         if any(work.speculative for work in batch.works):
             inside.set()
-            go.wait(10)
+            go.wait(HANGS_S)
 
     config = ForkServeConfig(background=True, page_size=4, capacity_pages=64)
     with Engine(MockBackend(config, on_batch=gate)) as eng:
         a = eng.open(PROMPT).id
         kid = eng.fork(a, 1, "x", [5] * 40)
         eng.speculate(a, kid)
-        assert inside.wait(10)
+        assert inside.wait(HANGS_S)
         held = eng.stats().live_pages
         eng.abort(a, kid)
         assert eng.stats().live_pages == held
@@ -227,5 +228,5 @@ def test_a_dropped_engine_ends_its_thread() -> None:
     thread = eng._loop._thread
     assert thread is not None
     del eng
-    thread.join(10)
+    thread.join(HANGS_S)
     assert not thread.is_alive()

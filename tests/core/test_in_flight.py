@@ -10,6 +10,7 @@ import pytest
 
 from forkserve.errors import SessionError
 from forkserve.types import Batch
+from tests.waiting import HANGS_S, wait_for
 
 from .harness import (
     assert_nothing_left,
@@ -18,7 +19,6 @@ from .harness import (
     core,
     engine,
     node,
-    wait_for,
 )
 from .scenarios import OTHER, PROMPT, WRAP
 
@@ -37,7 +37,7 @@ class Gate:
         if self.armed:
             self.armed = False
             self.entered.set()
-            assert self.leave.wait(10)
+            assert self.leave.wait(HANGS_S)
 
     def during(self, begin: Callable[[], Any], act: Callable[[], Any]) -> None:
         """Let `begin` start a pass in another thread and do `act` while it runs."""
@@ -54,12 +54,12 @@ class Gate:
 
         thread = threading.Thread(target=body)
         thread.start()
-        assert self.entered.wait(10)
+        assert self.entered.wait(HANGS_S)
         try:
             act()
         finally:
             self.leave.set()
-            thread.join(10)
+            thread.join(HANGS_S)
         assert not thread.is_alive()
         if failures:
             raise failures[0]
@@ -218,7 +218,7 @@ def test_commit_waits_for_the_pass_in_flight(background: bool) -> None:
         assert not committed.wait(0.05)
 
     gate.during(begin, act)
-    thread.join(10)
+    thread.join(HANGS_S)
     assert results[0].skipped_prefill >= 8  # the chunk that was running counts
     assert_same_as_cold(eng, s)
     eng.shutdown()

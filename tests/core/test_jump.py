@@ -15,8 +15,9 @@ from forkserve import Engine
 from forkserve.control import taking
 from forkserve.engine.constraints import ChoiceConstraint
 from forkserve.types import SamplingParams
+from tests.waiting import wait_for
 
-from .harness import assert_nothing_left, core, engine, mock, wait_for
+from .harness import assert_nothing_left, core, engine, mock
 from .scenarios import PROMPT
 
 EOS = 259

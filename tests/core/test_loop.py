@@ -13,6 +13,7 @@ from forkserve import Engine
 from forkserve.clock import SystemClock
 from forkserve.errors import BackendError
 from forkserve.types import SamplingParams
+from tests.waiting import HANGS_S, wait_for
 
 from .harness import (
     assert_nothing_left,
@@ -23,7 +24,6 @@ from .harness import (
     loop,
     mock,
     node,
-    wait_for,
 )
 from .scenarios import OTHER, PROMPT, WRAP
 
@@ -92,7 +92,7 @@ def test_many_threads_with_a_session_each(running: Engine) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANGS_S)
     assert not failures, failures
     running.check()
     assert running.sessions() == []
@@ -103,9 +103,10 @@ def test_shutdown_is_clean_and_ends_what_runs() -> None:
     s = eng.open(PROMPT).id
     generation = eng.start(s, 1_000_000 - 20)
     wait_for(lambda: len(generation.tokens) > 3)
-    before = threading.active_count()
+    thread = loop(eng)._thread
+    assert thread is not None
     eng.shutdown()
-    assert threading.active_count() == before - 1
+    assert not thread.is_alive()
     with pytest.raises(BackendError, match="shut down"):
         eng.generate(s, 1)
     assert generation.done
@@ -127,7 +128,7 @@ def test_whoever_waits_hears_of_the_shutdown() -> None:
     thread.start()
     wait_for(lambda: len(eng.tokens(s)) > 20)
     eng.shutdown()
-    thread.join(10)
+    thread.join(HANGS_S)
     assert not thread.is_alive()
     assert not heard or isinstance(heard[0], BackendError)
 

@@ -14,6 +14,7 @@ from forkserve import Engine
 from forkserve.control.probe import forks
 from forkserve.errors import BackendError, ConfigError, ContextOverflow, NodeError, SessionError
 from forkserve.types import Work
+from tests.waiting import HANGS_S
 
 from .harness import (
     assert_nothing_left,
@@ -167,7 +168,7 @@ def test_a_generation_may_follow_at_once_and_threads_take_turns() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(HANGS_S)
     assert len(masses) + len(failures) == 4
     assert all(m == masses[0] for m in masses)
     assert eng.generate(s, 3) == cold(PROMPT, 3)

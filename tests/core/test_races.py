@@ -11,6 +11,7 @@ from forkserve import Engine
 from forkserve.errors import ConfigError, SessionError
 from forkserve.tree.rows import reserve, settle
 from forkserve.types import Batch, JobClass, SamplingParams
+from tests.waiting import HANGS_S
 
 from .harness import assert_nothing_left, assert_same_as_cold, cold, core, engine, mock
 from .scenarios import OTHER, PROMPT
@@ -95,7 +96,7 @@ def test_questions_of_two_threads_are_answered_in_turn() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANGS_S)
     assert got == want
     eng.check()
     eng.shutdown()

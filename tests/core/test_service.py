@@ -11,6 +11,7 @@ import pytest
 from forkserve import Engine
 from forkserve.errors import BackendError, OutOfPages
 from forkserve.types import Batch, Work
+from tests.waiting import wait_for
 
 from .harness import (
     assert_nothing_left,
@@ -20,7 +21,6 @@ from .harness import (
     engine,
     node,
     tick,
-    wait_for,
 )
 from .scenarios import OTHER, PROMPT, WRAP
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from forkserve import Engine
 from forkserve.errors import BackendError
 from forkserve.types import Batch
+from tests.waiting import HANGS_S
 
 from .harness import (
     assert_nothing_left,
@@ -72,7 +73,7 @@ def test_opens_in_threads_wait_for_one_another() -> None:
 
     def hold() -> None:
         entered.set()
-        assert leave.wait(10)
+        assert leave.wait(HANGS_S)
 
     rows.at[1] = hold
     eng = engine({"on_batch": rows}, background=True, prefill_chunk=16, capacity_pages=256)
@@ -82,12 +83,12 @@ def test_opens_in_threads_wait_for_one_another() -> None:
         for i in range(6)
     ]
     threads[0].start()
-    assert entered.wait(10)
+    assert entered.wait(HANGS_S)
     for thread in threads[1:]:
         thread.start()
     leave.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(HANGS_S)
     assert rows.written == WHOLE + 6 * (len(LONG) - WHOLE)
     assert sum(handle.cached_tokens for handle in handles) == 5 * WHOLE
     for handle in handles:

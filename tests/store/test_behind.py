@@ -24,6 +24,7 @@ from forkserve.store.lease import lease, tidy
 from forkserve.store.policies import Lru
 from forkserve.store.rebuild import verify
 from forkserve.store.vault import Vault
+from tests.waiting import HANGS_S, wait_for
 
 from .engines import PROMPT, cold, engine
 from .rig import PRINT, chain, files, good, rows, vault
@@ -109,9 +110,9 @@ def test_the_queue_is_bounded_and_what_did_not_fit_can_be_caught_up(tmp_path: Pa
     while sender.step():
         pass
     assert sender.catch_up() == 2
-    assert sender.drain(10)
+    assert sender.drain(HANGS_S)
     sender.catch_up()
-    assert sender.drain(10)
+    assert sender.drain(HANGS_S)
     assert receipts(v) == 5
     sender.close()
     v.catalog.close()
@@ -160,7 +161,7 @@ def test_the_far_place_has_a_budget_of_its_own(tmp_path: Path) -> None:
         assert sender is not None
         for n in range(20):
             v.put(PRINT, chain([n, *range(11)]), rows)
-            sender.drain(0.2)
+            assert sender.drain(HANGS_S)
         assert sum(s.used for s in far.entries()) <= 60_000
         assert receipts(v) == len(list(far.entries())) > 3
         assert verify(v).clean
@@ -245,18 +246,14 @@ def test_tokens_flow_while_the_far_place_is_away(tmp_path: Path) -> None:
         eng.publish(h.id, name="x")
         assert eng.generate("a", 4) == cold(PROMPT, 4)
         assert store.behind is not None
-        for _ in range(200):
-            if store.behind.sent.failed:
-                break
-            time.sleep(0.01)
-        assert store.health()["failures"]
+        wait_for(lambda: store.health()["failures"])
         assert store.metrics()["queued"]["to_object"] == 2
         eng.shutdown()
     with Store(tmp_path, far=[MemoryDepot(place="object")], write_behind=True) as store:
         with store.catalog.write() as db:
             db.execute("UPDATE outbox SET due_at = 0")
         assert store.behind is not None
-        assert store.behind.drain(10), "it goes on after a restart without being asked"
+        assert store.behind.drain(HANGS_S), "it goes on after a restart without being asked"
         assert store.catalog.usage()["object"][1] == 2
 
 

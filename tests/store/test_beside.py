@@ -14,6 +14,7 @@ from forkserve.store.chunks import hash_parts
 from forkserve.store.codecs import decode, encode
 from forkserve.store.pace import Pace, breathe, paced
 from forkserve.store.rebuild import verify
+from tests.waiting import HANGS_S
 
 from .engines import PROMPT, cold, engine
 from .rig import PRINT, chain, rows, vault
@@ -108,13 +109,13 @@ def test_tokens_do_not_wait_for_a_capture_that_rests(tmp_path: Path) -> None:
         eng = engine(store, page_size=16, capacity_pages=60, prefix_index=False)
         eng.open(PROMPT, session="a")
         ticket = eng.publish("a", wait=False)
-        assert rests.wait(10)
+        assert rests.wait(HANGS_S)
         eng.close("a")  # the capture alone holds most of the pages
         text = PROMPT[::-1]
         h = eng.open(text, salt="b")
         assert eng.generate(h.id, 3) == cold(text, 3)
         store.pace.rush(60.0)
-        assert ticket.wait(30).written == 2, "it was read to its end, not dropped"
+        assert ticket.wait(HANGS_S).written == 2, "it was read to its end, not dropped"
         eng.shutdown()
 
 
@@ -124,7 +125,7 @@ def test_tokens_do_not_wait_for_a_move_that_rests(tmp_path: Path) -> None:
         eng = engine(store, page_size=16, capacity_pages=60, prefix_index=False)
         eng.open(PROMPT, session="a")
         eng.mark_idle("a", eng.tip("a"), 60.0)
-        assert rests.wait(10)
+        assert rests.wait(HANGS_S)
         text = PROMPT[::-1]
         assert eng._mover is not None
         assert eng._mover.holding == 1
@@ -143,9 +144,10 @@ def test_a_store_that_is_closed_finishes_what_is_queued_without_a_rest(tmp_path:
         eng = engine(store)
         eng.open(PROMPT, session="a")
         ticket = eng.publish("a", name="n", wait=False)
-        assert rests.wait(10)
+        assert rests.wait(HANGS_S)
         store.publisher.close()
-        assert ticket.wait(1).written == 2
+        assert ticket.done
+        assert ticket.wait().written == 2
         eng.shutdown()
 
 

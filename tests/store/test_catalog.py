@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +142,7 @@ def test_a_dead_owner_is_replaced_and_the_take_over_is_on_record(tmp_path: Path)
         with pytest.raises(StoreError, match=f"process {child.pid}"):
             Catalog(tmp_path, "owner")
         child.send_signal(signal.SIGKILL)
-        time.sleep(0.2)  # a zombie now: nobody has waited for it
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie, and stays one
         mine = Catalog(tmp_path, "owner")
         assert mine.own is not None
         assert (mine.own.epoch, mine.own.taken_from) == (2, child.pid)

@@ -21,6 +21,7 @@ from forkserve.store.identity import Fingerprint, fingerprint
 from forkserve.store.policies import Held, KeepSession, Lru
 from forkserve.store.rebuild import integrity, verify
 from forkserve.store.restore import Restorer
+from tests.waiting import HANGS_S
 
 from .engines import cold, engine
 from .rig import PRINT, SIZE, chain, files, good, rows, vault
@@ -217,7 +218,7 @@ def test_two_processes_race_for_a_fingerprint_and_the_loser_writes_no_row(
         assert time.monotonic() < end
         time.sleep(0.01)
     (tmp_path / "go").touch()
-    codes = [child.wait(60) for child in children]
+    codes = [child.wait(HANGS_S) for child in children]
     assert sorted(codes) == [0, 3]
     v = vault(tmp_path)
     winner = names[codes.index(0)]

@@ -14,6 +14,7 @@ from forkserve.store.catalog import Catalog
 from forkserve.store.collect import collect
 from forkserve.store.identity import Link
 from forkserve.store.rebuild import verify
+from tests.waiting import HANGS_S
 
 from .rig import PRINT, SIZE, chain, files, good, load, rows, vault
 
@@ -73,7 +74,7 @@ def crowd(folder: Path, number: int) -> None:
 def test_eight_processes_lose_no_row_and_meet_no_lock(tmp_path: Path) -> None:
     children = [start(tmp_path, "crowd", number) for number in range(8)]
     (tmp_path / "go").touch()  # some are still starting: the catalog is made by several at once
-    assert [child.wait(120) for child in children] == [0] * 8
+    assert [child.wait(HANGS_S) for child in children] == [0] * 8
     v = vault(tmp_path)
     for number in [*range(8), 99]:
         for turn in range(12):
@@ -109,7 +110,7 @@ def test_of_two_processes_that_differ_the_first_wins_and_the_other_is_on_record(
     tmp_path: Path,
 ) -> None:
     children = [start(tmp_path, "differ", number) for number in range(2)]
-    assert [child.wait(120) for child in children] == [0, 0]
+    assert [child.wait(HANGS_S) for child in children] == [0, 0]
     assert (tmp_path / "refused").exists()
     winner = int((tmp_path / "kept").read_text())
     v = vault(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 
 from forkserve.store import Store
 from forkserve.store.rebuild import rebuild, verify
+from tests.waiting import HANGS_S
 
 from .engines import PROMPT, cold, engine
 
@@ -66,7 +67,7 @@ def test_write_behind_brings_every_chunk_to_s3_and_survives_its_absence(
         with store.catalog.write() as db:
             db.execute("UPDATE outbox SET due_at = 0")
         assert store.behind is not None
-        assert store.behind.drain(30)
+        assert store.behind.drain(HANGS_S)
         assert len(list(store.vault.depots["object"].entries())) == 2
         assert verify(store.vault).clean
         text = store.metrics()["tiers"]["object"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from forkserve.store import Store
 from forkserve.store.depots import FaultyDepot, LocalDepot, MemoryDepot
+from tests.waiting import HANGS_S
 
 from .engines import PROMPT, cold, engine
 from .rig import PRINT, SIZE, chain, rows
@@ -23,11 +24,10 @@ def test_a_local_restore_goes_on_while_far_reads_hang(tmp_path: Path) -> None:
 
     def hang(key: str) -> Any:
         hanging.release()
-        gate.wait(600)
+        gate.wait(HANGS_S)
         return real(key)
 
     with Store(tmp_path, far=[far], restore="always") as store:
-        store.restorer.patience_s = 600.0  # however long the machine takes for the rest
         eng = engine(store, prefix_index=False)
         for name, text in (("far", PROMPT), ("near", OTHER)):
             eng.open(text, session=name)
@@ -52,7 +52,7 @@ def test_a_local_restore_goes_on_while_far_reads_hang(tmp_path: Path) -> None:
         for wait in waits:
             wait.start()
         for _ in range(2):
-            assert hanging.acquire(timeout=300)
+            assert hanging.acquire(timeout=HANGS_S)
         assert eng.open(OTHER, session="n").cached_tokens == 512, "from the disk, at once"
         assert eng.generate("n", 3) == cold(OTHER, 3)
         assert not done, "the far ones still wait"

@@ -21,6 +21,7 @@ from forkserve.store.collect import collect
 from forkserve.store.depots import FaultyDepot, LocalDepot, MemoryDepot
 from forkserve.store.lease import hold
 from forkserve.store.rebuild import verify
+from tests.waiting import HANGS_S
 
 from .engines import PROMPT, cold, engine, prefilled
 from .rig import PRINT, chain, files, good, rows, vault
@@ -159,7 +160,7 @@ def test_a_relative_directory_survives_a_change_of_directory(
     store = eng.store
     assert store is not None
     assert store.behind is not None
-    assert store.behind.drain(20)
+    assert store.behind.drain(HANGS_S)
     assert store.health()["failures"] == {}
     eng.shutdown()
     store.close()
@@ -301,7 +302,7 @@ class Slow(FaultyDepot):
         super()._due(what)
         if what == self.what:
             self.inside.set()
-            assert self.go.wait(60)
+            assert self.go.wait(HANGS_S)
 
 
 def test_a_far_place_that_is_slow_to_delete_keeps_nobody_from_the_catalog(tmp_path: Path) -> None:
@@ -316,13 +317,13 @@ def test_a_far_place_that_is_slow_to_delete_keeps_nobody_from_the_catalog(tmp_pa
         db.executemany("INSERT INTO pin VALUES (?, ?, ?)", pin)
     gc = threading.Thread(target=collect, args=(v,), kwargs={"grace_s": -5})
     gc.start()
-    assert far.inside.wait(20)
+    assert far.inside.wait(HANGS_S)
     v.put(PRINT, chain([7, *range(11)]), rows)  # others write
     assert good(v, chain([7, *range(11)])) == 3
     with pytest.raises(OSError, match="is being deleted"):  # but not that very object
         v.copy_one(path.stem, "disk", "object")
     far.go.set()
-    gc.join(20)
+    gc.join(HANGS_S)
     assert list(far.inner.entries()) == []
     assert v.copy_one(path.stem, "disk", "object") > 0
     assert v.catalog.read("SELECT count(*) FROM lease") == [(0,)]

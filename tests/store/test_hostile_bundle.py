@@ -23,6 +23,7 @@ from forkserve.store.bundle import _MANIFEST, _add, _hash, _signed, export_bundl
 from forkserve.store.collect import collect
 from forkserve.store.depots import FaultyDepot, LocalDepot
 from forkserve.store.rebuild import verify
+from tests.waiting import HANGS_S
 
 from .engines import PROMPT, cold, engine, snapshot
 from .test_travel import traveller
@@ -323,7 +324,7 @@ def test_threads_take_the_same_session_in(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(HANGS_S)
         assert failed == []
         assert store.catalog.read("SELECT id FROM session ORDER BY 1") == [("b",), ("c",)]
         assert verify(store.vault).clean

@@ -14,6 +14,7 @@ from forkserve.store import faults
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1800),  # minutes beside a dozen other programs
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),
 ]
 
@@ -33,6 +34,5 @@ def test_killed_at_every_step_nothing_committed_is_lost(tmp_path: Path) -> None:
     assert set(killed) == set(faults.POINTS), "a step was never reached"
 
 
-@pytest.mark.timeout(900)  # a minute alone, five beside a dozen other programs
 def test_killed_at_any_moment_two_hundred_times(tmp_path: Path) -> None:
     assert run(tmp_path, "random", 200)["random"] > 100

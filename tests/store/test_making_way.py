@@ -21,6 +21,7 @@ from forkserve.store.restore import Restorer
 from forkserve.store.scrub import scrub
 from forkserve.store.seal import Sealer
 from forkserve.store.vault import Loaded, Vault
+from tests.waiting import HANGS_S
 
 from .engines import PROMPT, engine
 from .rig import PRINT, chain, rows, vault
@@ -81,7 +82,7 @@ class Slow:
         def slow(*args: Any) -> Loaded | None:
             self.paced.append(paced())
             self.began.release()
-            assert not paced() or self.go.wait(30)
+            assert not paced() or self.go.wait(HANGS_S)
             return load(*args)
 
         monkeypatch.setattr(v, "load", slow)
@@ -103,13 +104,13 @@ def test_what_is_read_ahead_of_time_makes_way_and_holds_up_nobody(
 
     thread = threading.Thread(target=prefetch)
     thread.start()
-    assert slow.began.acquire(timeout=30)
-    assert slow.began.acquire(timeout=30)  # both threads of the background have one in hand
+    assert slow.began.acquire(timeout=HANGS_S)
+    assert slow.began.acquire(timeout=HANGS_S)  # both threads of the background have one in hand
     assert len(list(restorer.fetch(found[4:]))) == 2, "others are not held up"
     assert len(list(restorer.fetch(found[2:4]))) == 2, "nor by what only waits there"
     assert slow.paced == [True, True, False, False, False, False]
     slow.go.set()
-    thread.join(30)
+    thread.join(HANGS_S)
     assert [bytes(one.payload) for one in ahead] == [rows(link) for link in links[:4]]
     assert (restorer.reads, restorer.shared) == (6, 2), "nothing was read twice"
     restorer.close()
@@ -128,7 +129,7 @@ def test_who_joins_a_read_ahead_of_time_ends_its_rests(
 
     def sleep(seconds: float) -> None:
         naps.release()
-        assert joined.wait(30)
+        assert joined.wait(HANGS_S)
 
     clock = iter(range(10**6))
     v.pace = Pace(longest_s=1e9, now=lambda: 0.0, spent=lambda: next(clock), sleep=sleep)
@@ -141,14 +142,14 @@ def test_who_joins_a_read_ahead_of_time_ends_its_rests(
 
     thread = threading.Thread(target=prefetch)
     thread.start()
-    assert naps.acquire(timeout=30)  # it rests, and by its clock would for ever
+    assert naps.acquire(timeout=HANGS_S)  # it rests, and by its clock would for ever
     flight = restorer._start(found[0])
     joined.set()
-    loaded = flight.future.result(30)
+    loaded = flight.future.result(HANGS_S)
     assert loaded is not None
     assert bytes(loaded.payload) == rows(links[0])
     restorer._leave(flight)
-    thread.join(30)
+    thread.join(HANGS_S)
     assert not thread.is_alive()
     restorer.close()
     v.catalog.close()

@@ -10,6 +10,7 @@ import pytest
 
 from forkserve.store import pace as module
 from forkserve.store.pace import LONGEST_S, PIECE, SHARE, Pace, breathe, paced, pieces, restful
+from tests.waiting import HANGS_S
 
 
 class Machine:
@@ -152,7 +153,7 @@ def test_who_waits_for_the_work_itself_ends_its_rest() -> None:
 
 
 def test_a_rush_wakes_who_rests() -> None:
-    pace = Pace(share=1e-9, longest_s=60.0, spent=iter(range(10)).__next__)
+    pace = Pace(share=1e-9, longest_s=1e6, spent=iter(range(10)).__next__)
     asked = threading.Event()
 
     def running() -> bool:
@@ -167,9 +168,9 @@ def test_a_rush_wakes_who_rests() -> None:
 
     worker = threading.Thread(target=work)
     worker.start()
-    assert asked.wait(10)
-    pace.rush(60.0)
-    worker.join(10)
+    assert asked.wait(HANGS_S)
+    pace.rush(1e6)
+    worker.join(HANGS_S)
     assert not worker.is_alive()
 
 

@@ -11,6 +11,7 @@ import pytest
 from forkserve.errors import NodeError, SessionError, StoreError
 from forkserve.store import Store, faults
 from forkserve.store.rebuild import verify
+from tests.waiting import HANGS_S, wait_for
 
 from .engines import PROMPT, cold, crash, engine
 
@@ -63,13 +64,13 @@ def test_a_full_queue_drops_and_delays_nobody(tmp_path: Path) -> None:
     def hook(point: str) -> None:
         if point == "publish.captured":
             entered.set()
-            gate.wait(20)
+            gate.wait(HANGS_S)
 
     eng = engine(tmp_path)
     eng.open(PROMPT, session="a")
     faults.hook = hook
     first = eng.publish("a", wait=False)
-    assert entered.wait(10)
+    assert entered.wait(HANGS_S)
     queued = [eng.publish("a", wait=False) for _ in range(2)]
     dropped = eng.publish("a", wait=False)
     assert not dropped.accepted
@@ -80,8 +81,8 @@ def test_a_full_queue_drops_and_delays_nobody(tmp_path: Path) -> None:
     assert not first.done, "nobody waited for it"
     eng.close("a")  # its pages stay pinned until they are captured
     gate.set()
-    assert first.wait(10).written == 2
-    assert [q.wait(10).written for q in queued] == [0, 0]
+    assert first.wait(HANGS_S).written == 2
+    assert [q.wait(HANGS_S).written for q in queued] == [0, 0]
     assert eng.store is not None
     assert eng.store.health()["dropped"] == 1
     eng.check()
@@ -97,23 +98,32 @@ def test_captures_that_wait_give_their_pages_back_when_tokens_need_them(tmp_path
     def hook(point: str) -> None:
         if point == "publish.captured":
             entered.set()
-            gate.wait(20)
+            gate.wait(HANGS_S)
 
     eng = engine(tmp_path, page_size=16, capacity_pages=100, prefix_index=False)
     for name in "ab":
         eng.open(PROMPT, session=name, salt=name)
     faults.hook = hook
     running = eng.publish("a", wait=False)
-    assert entered.wait(10)
+    assert entered.wait(HANGS_S)
     waiting = eng.publish("b", wait=False)
     for name in "ab":
         eng.close(name)  # both still hold the pages of 512 rows
-    threading.Timer(0.3, gate.set).start()
+    assert eng.store is not None
+    publisher = eng.store.publisher
+
+    def let_go() -> None:
+        wait_for(lambda: publisher.dropped)
+        gate.set()
+
+    helper = threading.Thread(target=let_go)
+    helper.start()
     h = eng.open(PROMPT[::-1] + PROMPT[:700], salt="c")  # 88 of 100 pages
     assert eng.generate(h.id, 3) == cold(PROMPT[::-1] + PROMPT[:700], 3)
-    assert running.wait(10).written == 2
+    assert running.wait(HANGS_S).written == 2
     with pytest.raises(StoreError, match="needed for tokens"):
-        waiting.wait(10)
+        waiting.wait(HANGS_S)
+    helper.join()
     eng.check()
     eng.shutdown()
 
@@ -131,7 +141,7 @@ def test_a_restore_takes_the_pages_of_captures_that_only_wait(tmp_path: Path) ->
         store.publisher._start = real
         store.publisher._start()
         with pytest.raises(StoreError, match="needed for tokens"):
-            waiting.wait(10)
+            waiting.wait(HANGS_S)
         assert eng.generate("a", 3) == cold(PROMPT, 3)
         eng.check()
         eng.shutdown()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from forkserve.store import Store
 from forkserve.store.depots import FaultyDepot, LocalDepot
 from forkserve.store.rebuild import verify
 from forkserve.types import SamplingParams
+from tests.waiting import wait_for
 
 from .engines import PROMPT, cold, crash, engine, prefilled
 from .test_publish import WHOLE, published
@@ -117,9 +117,7 @@ def test_a_prefix_that_two_want_at_once_is_read_once(tmp_path: Path) -> None:
 
         def late(key: str) -> Any:
             """Until all three have asked for both chunks: they want them at once."""
-            end = time.monotonic() + 60
-            while store.restorer.reads + store.restorer.shared < 6 and time.monotonic() < end:
-                time.sleep(0.001)
+            wait_for(lambda: store.restorer.reads + store.restorer.shared >= 6)
             return real(key)
 
         depot.inner.open = late  # type: ignore[method-assign]

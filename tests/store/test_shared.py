@@ -20,6 +20,7 @@ from forkserve.store.depots import Depot, LocalDepot, SharedDepot
 from forkserve.store.depots.shared import Foldered
 from forkserve.store.policies import Lru
 from forkserve.store.rebuild import rebuild, verify
+from tests.waiting import HANGS_S
 
 from .engines import PROMPT, cold, engine
 
@@ -46,7 +47,7 @@ def filled(folder: Path, far: Far, name: str = "x") -> str:
         eng = engine(store)
         eng.publish(eng.open(PROMPT, session=name).id, name=name)
         assert store.behind is not None
-        assert store.behind.drain(30)
+        assert store.behind.drain(HANGS_S)
         eng.shutdown()
         return str(store.catalog.setting("store"))
 
@@ -195,7 +196,7 @@ def test_a_damaged_object_of_an_older_version_is_struck_and_stored_anew(tmp_path
         assert verify(store.vault).clean
         assert store.behind is not None
         assert store.behind.catch_up() == 1
-        assert store.behind.drain(30)
+        assert store.behind.drain(HANGS_S)
         assert verify(store.vault).clean
     assert sorted(held(tmp_path / "one", far)) == [False, True]
 

@@ -16,6 +16,7 @@ from forkserve.store.depots import FaultyDepot, MemoryDepot
 from forkserve.store.host import HostMemory, Piece, Prefixes
 from forkserve.store.policies import KeepSession, Lru
 from forkserve.store.rebuild import verify
+from tests.waiting import HANGS_S
 
 from .engines import PROMPT, cold, engine, prefilled
 
@@ -204,7 +205,7 @@ def test_a_full_queue_of_moves_drops_and_delays_nobody(tmp_path: Path) -> None:
     with tiered(tmp_path) as store:
         eng = engine(store)
         assert eng._mover is not None
-        eng._mover.offer("stuck", lambda: gate.wait(20) and None)
+        eng._mover.offer("stuck", lambda: gate.wait(HANGS_S) and None)
         for n in range(40):
             eng.open([n, *PROMPT[:50]], session=f"s{n}")
             eng.mark_idle(f"s{n}", eng.tip(f"s{n}"), 30.0)

@@ -17,6 +17,7 @@ from forkserve.adapters.langchain.current import current_branch, running
 from forkserve.engine import MockBackend
 from forkserve.errors import AdapterError, ConfigError
 from forkserve.session import Session
+from tests.waiting import until
 
 from .rules import SYSTEM, RuleEngine, cached, tide, weather, whole
 
@@ -166,12 +167,13 @@ def test_a_stream_that_is_left_early_is_cancelled(model: ChatForkServe, engine: 
 
 
 def test_a_task_that_is_cancelled_cancels_its_generation(engine: RuleEngine) -> None:
-    model = ChatForkServe(engine=Engine(MockBackend()), max_tokens=100_000)
+    slow = Engine(MockBackend(on_batch=lambda batch: time.sleep(0.01)))
+    model = ChatForkServe(engine=slow, max_tokens=100_000, ignore_eos=True)
     assert model.engine is not None
 
     async def go() -> None:
         task = asyncio.create_task(model.ainvoke("hello"))
-        await asyncio.sleep(0.05)
+        await until(lambda: slow.stats().decode_steps)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -13,6 +13,7 @@ pytest.importorskip("langgraph")
 from forkserve import Engine, ForkServeConfig
 from forkserve.adapters.langgraph import ForkServe
 from forkserve.engine import MockBackend
+from tests.waiting import at_rest
 
 Make = Callable[..., ForkServe]
 
@@ -51,11 +52,8 @@ def make(background: bool) -> Iterator[Make]:
         assert not fs._registry.tasks
         assert not fs._sweeper._members
         assert not fs.engine.sessions()
-        for _ in range(200):  # rows that are being copied are pinned until the next pass
-            stats = fs.engine.stats()
-            if stats.live_pages == stats.index_pages:
-                break
-            time.sleep(0.01)
+        at_rest(fs.engine)  # rows that are being copied are pinned until the next pass
+        stats = fs.engine.stats()
         assert (stats.live_pages - stats.index_pages, stats.queued, stats.nodes) == (0, 0, 0)
         fs.engine.check()
         fs.engine.shutdown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from langgraph.types import Command, RetryPolicy, interrupt
 
 from forkserve.adapters.langgraph import Branch, ForkServe
 from forkserve.types import NodeMode
+from tests.waiting import wait_for
 
 from .graphs import PROMPT, Boom, State, fan_out, spine_only
 
@@ -63,14 +63,21 @@ def test_a_failing_branch_is_aborted_and_its_siblings_are_swept(
 @either
 def test_a_failed_run_of_a_thread_keeps_what_is_sealed(fs: ForkServe, is_async: bool) -> None:
     """Resuming runs the failed branch alone: the writes of its siblings are reused."""
+    saved: list[str] = []
+
+    class Saver(InMemorySaver):
+        def put_writes(self, config: Any, writes: Any, *task: Any) -> None:
+            super().put_writes(config, writes, *task)
+            saved.extend(channel for channel, _ in writes if channel == "fork_refs")
 
     def act(i: int, before: int) -> None:
         if i == 2 and before == 0:
-            time.sleep(0 if is_async else 0.1)  # the siblings' writes are saved by then
+            if not is_async:
+                wait_for(lambda: len(saved) >= 2, "the siblings' writes were not saved")
             raise Boom
 
     build = fan_out(fs, act, is_async=is_async, best=1)
-    graph = fs.bind(build.compile(checkpointer=InMemorySaver()))
+    graph = fs.bind(build.compile(checkpointer=Saver()))
     with pytest.raises(Boom):
         run(graph, START_STATE, THREAD, is_async=is_async)
     kept = fs.stats["undecided"]
@@ -314,7 +321,7 @@ def test_a_dropped_async_stream_leaves_nothing(fs: ForkServe) -> None:
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03])
 def test_a_cancelled_run_leaves_nothing(fs: ForkServe, after_s: float) -> None:
     async def go() -> None:
-        graph = fs.bind(fan_out(fs, lambda i, before: 0.2, is_async=True, tokens=40).compile())
+        graph = fs.bind(fan_out(fs, lambda i, before: 60.0, is_async=True, tokens=40).compile())
         task = asyncio.create_task(graph.ainvoke(START_STATE))
         await asyncio.sleep(after_s)
         task.cancel()

@@ -18,16 +18,26 @@ from langgraph.checkpoint.memory import InMemorySaver
 
 from forkserve.adapters.langchain import ChatForkServe
 from forkserve.adapters.langgraph import ForkServeMiddleware
+from tests.waiting import until, wait_for
 
 from ..langchain.rules import RuleEngine
 
 SYSTEM = "You look things up before you answer. " * 8
 
 
+LIVE: list[RuleEngine] = []  # of the present test
+
+
+def _quiet() -> bool:
+    """A slow tool outlasts what is speculated on its result."""
+    return not any(eng.stats().queued for eng in LIVE)
+
+
 @tool
 def weather(city: str) -> str:
     """The weather of a city."""
     time.sleep(0.05)
+    wait_for(_quiet)
     return f"sunny in {city}"
 
 
@@ -35,6 +45,7 @@ def weather(city: str) -> str:
 async def aweather(city: str) -> str:
     """The weather of a city."""
     await asyncio.sleep(0.05)
+    await until(_quiet)
     return f"sunny in {city}"
 
 
@@ -47,7 +58,9 @@ def broken(city: str) -> str:
 @pytest.fixture
 def engine() -> Iterator[RuleEngine]:
     made = RuleEngine(background=True, prefix_index=False)
+    LIVE.append(made)
     yield made
+    LIVE.clear()
     made.check()
     for session in made.sessions():
         made.close(session)

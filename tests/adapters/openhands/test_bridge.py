@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -241,12 +242,14 @@ async def test_cancelled_and_concurrent_coroutines(bridge: Bridge, backend: Mock
     import asyncio
 
     backend.script("so " * 2000)
+    backend._on_batch = lambda batch: time.sleep(0.01)  # it is not over before it is cancelled
     first = asyncio.create_task(bridge.acomplete(ChatRequest([user("a")], conversation="a")))
     while not bridge.engine.stats().decode_steps:
         await asyncio.sleep(0.002)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
+    backend._on_batch = None
     requests = [
         ChatRequest([SYSTEM, user(str(n))], conversation=str(n), max_tokens=12) for n in range(4)
     ]

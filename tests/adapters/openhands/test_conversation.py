@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -284,12 +285,14 @@ async def test_interrupt_ends_the_generation(rig: Rig) -> None:
 
     long = "so " * 3000
     talk = rig.conversation(long, DONE)
+    rig.backend._on_batch = lambda batch: time.sleep(0.01)  # it is not over when it is ended
     talk.send_message("What does the lamp cost?")
     run = asyncio.create_task(talk.arun())
     while not rig.engine.stats().decode_steps:
         await asyncio.sleep(0.005)
     talk.interrupt()
     await run
+    rig.backend._on_batch = None
     assert talk.state.execution_status is Status.PAUSED
     steps = rig.engine.stats().decode_steps
     assert steps < 3000

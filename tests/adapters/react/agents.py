@@ -44,11 +44,21 @@ def run(agent: ReactAgent, task: Any, how: str, **options: Any) -> ReactResult:
     return asyncio.run(agent.arun(task, **options))
 
 
-def events_of(agent: ReactAgent, task: Any = "Go on.", how: str = "sync") -> list[Event]:
-    async def collect() -> list[Event]:
-        return [event async for event in agent.astream(task)]
+def events_of(
+    agent: ReactAgent, task: Any = "Go on.", how: str = "sync", seen: list[Event] | None = None
+) -> list[Event]:
+    """All events.  seen: a list that gets each as it comes."""
+    events: list[Event] = [] if seen is None else seen
 
-    return list(agent.stream(task)) if how == "sync" else asyncio.run(collect())
+    async def collect() -> None:
+        async for event in agent.astream(task):
+            events.append(event)
+
+    if how == "async":
+        asyncio.run(collect())
+    else:
+        events.extend(agent.stream(task))
+    return events
 
 
 REPLIES = [

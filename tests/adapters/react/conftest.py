@@ -7,27 +7,65 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from forkserve import Engine
+from forkserve.adapters.events import Observation
+from forkserve.adapters.running import Tasks, Threads
 from tests.adapters.templates.chats import FAMILIES, SeamTokenizer, backend
+from tests.waiting import at_rest, wait_for
 
 Make = Callable[..., Engine]
 PROMPTS = "prompts"
 
 
 LIVE: list[Engine] = []  # of the present test
+WAITING: list[object] = []  # runs that have nothing to do but to wait for a tool
+
+
+@contextmanager
+def _noted(run: object, wait: bool) -> Iterator[None]:
+    if wait:
+        WAITING.append(run)
+    try:
+        yield
+    finally:
+        if wait:
+            WAITING.remove(run)
+
+
+def _note_waits() -> None:
+    """Have every run say in `WAITING` when it waits."""
+    in_threads, in_tasks = Threads.next, Tasks.next
+
+    def next_in_threads(self: Threads, *, wait: bool) -> Observation | None:
+        with _noted(self, wait):
+            return in_threads(self, wait=wait)
+
+    async def next_in_tasks(self: Tasks, *, wait: bool) -> Observation | None:
+        with _noted(self, wait):
+            return await in_tasks(self, wait=wait)
+
+    Threads.next = next_in_threads  # type: ignore[method-assign]
+    Tasks.next = next_in_tasks  # type: ignore[method-assign]
+
+
+_note_waits()
 
 
 def rest_until_quiet(at_least_s: float = 0.3) -> None:
     """What a slow tool does: it outlasts the model's turn and what is speculated after it."""
-    end, quiet = time.monotonic() + 8, 0
     time.sleep(at_least_s)
-    while quiet < 3 and time.monotonic() < end:
-        quiet = 0 if any(eng.stats().queued for eng in LIVE) else quiet + 1
-        time.sleep(0.03)
+    wait_for(_quiet, "the run never came to wait for its tool")
+
+
+def _quiet() -> bool:
+    if not any(eng.sessions() for eng in LIVE):
+        return True  # the run was left
+    return bool(WAITING) and not any(eng.stats().queued for eng in LIVE)
 
 
 def spoken(calls: Mapping[str, Any] | list[tuple[str, Mapping[str, Any]]]) -> str:
@@ -74,15 +112,14 @@ def make(background: bool) -> Iterator[Make]:
     for eng in made:
         eng.check()
         assert eng.sessions() == []
-        until = time.monotonic() + 5
-        while (stats := eng.stats()).live_pages and time.monotonic() < until:
-            time.sleep(0.01)  # pages of a copy that runs in the background
+        at_rest(eng)
+        stats = eng.stats()
         assert (stats.live_pages, stats.queued, stats.nodes) == (0, 0, 0)
         eng.shutdown()
-    until = time.monotonic() + 5
-    while any(t.name.startswith("tool-") for t in set(threading.enumerate()) - before):
-        assert time.monotonic() < until, "a tool's thread is left"
-        time.sleep(0.01)
+    wait_for(
+        lambda: not any(t.name.startswith("tool-") for t in set(threading.enumerate()) - before),
+        "a tool's thread is left",
+    )
 
 
 def prompts(eng: Engine) -> list[list[int]]:

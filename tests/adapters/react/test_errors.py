@@ -19,6 +19,7 @@ from forkserve.adapters.tools import (
     UnknownTool,
 )
 from forkserve.errors import AdapterError, ConfigError
+from tests.waiting import HANGS_S
 
 from .agents import add, look, run
 from .conftest import Make, spoken
@@ -64,7 +65,7 @@ def test_a_tool_that_takes_too_long_is_given_up(make: Make, how: str, kind: str)
     over, ended = threading.Event(), threading.Event()
 
     def block() -> str:
-        over.wait(60)
+        over.wait(HANGS_S)
         ended.set()
         return "late"
 

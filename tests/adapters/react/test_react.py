@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from itertools import count
 from typing import Any
 
@@ -23,6 +22,7 @@ from forkserve.adapters.tools import (
     ToolFailed,
 )
 from forkserve.types import HitClass
+from tests.waiting import HANGS_S, wait_for
 
 from .agents import REPLIES, THINK, add, answer, events_of, gaze, look, run
 from .conftest import Make, plain_loop, prompts, rest_until_quiet, spoken
@@ -148,7 +148,7 @@ def test_a_tool_starts_while_the_model_still_writes(make: Make) -> None:
 
     def near_the_end(_: object) -> None:
         if next(passes) == whole - 10:  # a token a pass: the call was there long before
-            in_time.append(began.wait(30))
+            in_time.append(began.wait(HANGS_S))
 
     reply = spoken({"note": {}}) + "x" * 60
     eng = make(reply, "Yes.")
@@ -161,15 +161,17 @@ def test_a_tool_starts_while_the_model_still_writes(make: Make) -> None:
 
 @pytest.mark.parametrize("how", ["sync", "async"])
 def test_parallel_calls_run_together_and_are_bound_in_order(make: Make, how: str) -> None:
-    gate = threading.Barrier(2, timeout=5)
+    gate = threading.Barrier(2, timeout=HANGS_S)
+    events: list[Any] = []
 
     def slow(n: int) -> str:
         gate.wait()
-        time.sleep(0.15 if n == 0 else 0.0)
+        if n == 0:
+            wait_for(lambda: any(isinstance(e, ToolResult) for e in events))
         return f"result {n}"
 
     eng = make(spoken([("slow", {"n": 0}), ("slow", {"n": 1})]), "Yes.")
-    events = events_of(ReactAgent(eng, [slow]), how=how)
+    events_of(ReactAgent(eng, [slow]), how=how, seen=events)
     came = [e.observation.text for e in events if isinstance(e, ToolResult)]
     assert came == ["result 1", "result 0"]
     final = events[-1]
@@ -183,13 +185,16 @@ def test_parallel_calls_run_together_and_are_bound_in_order(make: Make, how: str
 
 @pytest.mark.parametrize("how", ["sync", "async"])
 def test_each_result_makes_more_known(make: Make, how: str) -> None:
+    events: list[Any] = []
+
     def slow(n: int) -> str:
-        time.sleep(0.3 * n)
+        wait_for(lambda: sum(isinstance(e, ToolResult) for e in events) == n)
         rest_until_quiet()
         return f"result number {n}"
 
     eng = make(spoken([("slow", {"n": n}) for n in range(3)]), "Yes.")
-    events = events_of(ReactAgent(eng, [slow], max_tokens=900, placeholders=False), how=how)
+    agent = ReactAgent(eng, [slow], max_tokens=900, placeholders=False)
+    events_of(agent, how=how, seen=events)
     forks = [e for e in events if isinstance(e, Speculated) and e.branch == "slow"]
     assert len(forks) == 3
     assert [a.at + a.known for a in forks[:-1]] == [b.at for b in forks[1:]]

@@ -15,6 +15,7 @@ from forkserve.adapters.react import (
 )
 from forkserve.adapters.tools import Tool
 from forkserve.types import NodeMode
+from tests.waiting import HANGS_S
 
 from .agents import gaze
 from .conftest import Make, spoken
@@ -50,7 +51,7 @@ def test_arguments_are_not_speculated(make: Make, family: str, lazy: bool) -> No
     held = threading.Event()
 
     def login(password: str) -> str:
-        assert held.wait(5)
+        assert held.wait(HANGS_S)
         return "welcome"
 
     wrote = "<think>\nLog in.\n</think>\n\n" + spoken({"login": {"password": SECRET}})
@@ -84,7 +85,7 @@ def test_public_arguments_are_speculated(make: Make) -> None:
 
 def test_an_aborted_run_leaves_no_secret(make: Make) -> None:
     over = threading.Event()
-    tool = Tool.of(lambda password="": over.wait(5), name="login")
+    tool = Tool.of(lambda password="": over.wait(HANGS_S), name="login")
     eng = make("<think>\nx\n</think>\n\n" + spoken({"login": {"password": SECRET}}), "Done.")
     agent = ReactAgent(eng, [tool])
     with eng.session(agent.prompt("Go.")) as session:

@@ -10,6 +10,7 @@ import pytest
 from examples.game24 import player, scripted
 from forkserve import Engine, ForkServeConfig
 from forkserve.adapters.tot import State, Task
+from tests.waiting import at_rest
 
 Make = Callable[..., Engine]
 
@@ -38,6 +39,7 @@ def make(background: bool) -> Iterator[Make]:
 
 def empty(eng: Engine, sessions: Sequence[str] = ()) -> None:
     """Nothing is open but these sessions, and no page is held but by the prefix index."""
+    at_rest(eng)
     stats = eng.stats()
     assert sorted(eng.sessions()) == sorted(sessions)
     if not sessions:

@@ -22,6 +22,7 @@ from forkserve.adapters.tot import (
 )
 from forkserve.adapters.tot import run as running
 from forkserve.errors import BackendError, ContextOverflow, OutOfPages, SessionError
+from tests.waiting import HANGS_S, until
 
 from .conftest import Letters, Make, bare, empty, speller
 
@@ -240,19 +241,21 @@ def test_cancelling_the_task(make: Make, search: Callable[..., Any], mode: str) 
     eng = make(speller("abcd"))
 
     async def main(after: int) -> None:
-        reached, execute, passes = asyncio.Event(), eng.backend.execute, [0]
-        loop = asyncio.get_running_loop()
+        reached, go = threading.Event(), threading.Event()
+        execute, passes = eng.backend.execute, [0]
 
         def count(batch: Any) -> Any:
             passes[0] += 1
             if passes[0] == after:
-                loop.call_soon_threadsafe(reached.set)
+                reached.set()
+                assert go.wait(HANGS_S)
             return execute(batch)
 
         eng.backend.execute = count  # type: ignore[method-assign]
         task = asyncio.create_task(search(eng, Letters(), "x", mode=mode))
-        await reached.wait()
+        await until(reached.is_set)
         task.cancel()
+        go.set()
         with pytest.raises(asyncio.CancelledError):
             await task
         eng.backend.execute = execute  # type: ignore[method-assign]
