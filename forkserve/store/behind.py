@@ -144,6 +144,8 @@ class WriteBehind:
         while not self._stop:
             breathe()
             self._wake.clear()
+            if self._stop:  # set before this cleared the call that came with it
+                return
             try:
                 pause = 0.0 if self.step() else self._pause()
             except (StoreError, sqlite3.Error) as error:  # the catalog is away: so are the rows

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from itertools import pairwise
@@ -255,6 +256,25 @@ def test_tokens_flow_while_the_far_place_is_away(tmp_path: Path) -> None:
         assert store.behind is not None
         assert store.behind.drain(HANGS_S), "it goes on after a restart without being asked"
         assert store.catalog.usage()["object"][1] == 2
+
+
+def test_an_end_that_comes_just_before_the_thread_waits_is_not_slept_over(tmp_path: Path) -> None:
+    v, _, sender = behind(tmp_path)
+    asleep: list[float | None] = []
+
+    class Wake(threading.Event):
+        def clear(self) -> None:
+            sender.close()  # here, at the latest place where its call can be lost
+            super().clear()
+
+        def wait(self, timeout: float | None = None) -> bool:
+            asleep.append(timeout)
+            return super().wait(0)
+
+    sender._wake = Wake()
+    sender._send()
+    assert asleep == []
+    v.catalog.close()
 
 
 def test_gc_takes_no_object_that_a_copy_relies_on(tmp_path: Path) -> None:
