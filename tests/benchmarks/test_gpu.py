@@ -28,7 +28,9 @@ from benchmarks.gpu.__main__ import kernel_tests
 from benchmarks.gpu.shapes import Tree
 from forkserve.kernels.linear import LinearShape
 from forkserve.kernels.tile_attention import TileShape
+from tests.kernels.interpreter import patch_once
 
+patch_once()
 program.probe = lambda: {"device": "Fake GPU 9000", "torch_device": "cpu", "driver": "1.2"}
 sizes = Sizes(
     paged=((1, 20), (2, 40)),

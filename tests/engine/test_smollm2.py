@@ -17,7 +17,8 @@ from forkserve.types import Batch, Work
 from .conftest import assert_close, reference
 from .rig import Rig, greedy
 
-pytestmark = pytest.mark.model
+# One worker, so that Hugging Face's model and tokenizer are made once.
+pytestmark = [pytest.mark.model, pytest.mark.xdist_group("smollm2")]
 
 TEXT = (
     "A tree, not a prompt: a trunk of L tokens, k children that each add a few, one winner. "

@@ -139,7 +139,9 @@ def test_a_retry_knows_its_number(fs: ForkServe) -> None:
             raise Boom
 
     build = StateGraph(State)
-    build.add_node("plan", plan, retry_policy=RetryPolicy(initial_interval=0.001, retry_on=Boom))
+    build.add_node(
+        "plan", plan, retry_policy=RetryPolicy(initial_interval=0.001, jitter=False, retry_on=Boom)
+    )
     build.add_edge(START, "plan")
     graph = fs.bind(build.compile(checkpointer=InMemorySaver()))
     result = graph.invoke(START_STATE, THREAD)
@@ -165,7 +167,7 @@ def test_an_edge_function_that_fails_runs_a_committed_node_again(
         return "__end__"
 
     build = StateGraph(State)
-    policy = RetryPolicy(initial_interval=0.001, retry_on=Boom) if retried else None
+    policy = RetryPolicy(initial_interval=0.001, jitter=False, retry_on=Boom) if retried else None
     build.add_node("plan", plan, retry_policy=policy)
     build.add_edge(START, "plan")
     build.add_conditional_edges("plan", edge, ["__end__"])

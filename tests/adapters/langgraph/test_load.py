@@ -27,7 +27,9 @@ from forkserve.adapters.langgraph import Branch, ForkServe
 from .graphs import PROMPT, Boom, State, fan_out
 
 START_STATE: Any = {"prompt": PROMPT}
-RETRY = {"retry_policy": RetryPolicy(initial_interval=0.001, retry_on=ConnectionError)}
+RETRY = {
+    "retry_policy": RetryPolicy(initial_interval=0.001, jitter=False, retry_on=ConnectionError)
+}
 
 
 def trouble(dice: random.Random, interrupts: bool) -> Any:

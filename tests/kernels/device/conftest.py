@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from forkserve.kernels.compile import kernels
+from forkserve.kernels.jit import INTERPRETED
+
+from ..interpreter import patch_once
 
 _launched: set[str] = set()
 
@@ -21,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionstart() -> None:
     torch.set_num_threads(1)
+    if INTERPRETED:
+        patch_once()
     for kernel in kernels():
 
         def note(*_: Any, name: str = kernel.name, **__: Any) -> None:
