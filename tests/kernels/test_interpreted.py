@@ -22,7 +22,8 @@ ENGINE = [str(DEVICE / f"test_{name}.py") for name in ("engine", "exact", "recor
 def run(tmp_path: Path, *arguments: str) -> set[str]:
     """Run tests of the folder in a process of its own; the kernels that it launched."""
     place = tmp_path / "launched"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *arguments]
+    # The limit is that of the test which asks: a session takes a minute here.
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--timeout=0", *arguments]
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",

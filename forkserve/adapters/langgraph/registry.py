@@ -128,11 +128,13 @@ class Registry:
     def open(self, run: Run, prompt: Prompt, why: tuple[object, ...]) -> Live:
         """A session for `prompt`; calls of one run with equal `why` and prompt share one.
 
-        A session of the run's thread that began with this prompt is taken again.
+        A session of the run's thread that began with this prompt is taken again.  AdapterError when
+        the run has ended meanwhile: nobody would close what it opens.
         """
         ids = self._ids(prompt)
         key = (*why, tuple(ids))
         with self.lock:
+            _require_running(run)
             live = run.opened.get(key) or self._begun(run, ids)
             if live is not None and not live.session.closed:
                 run.opened[key] = live
@@ -159,6 +161,7 @@ class Registry:
     def touch(self, run: Run, live: Live) -> None:
         """The run works in the session, which stays open until the run ends."""
         with self.lock:
+            _require_running(run)
             if live.session.id not in run.touched:
                 run.touched[live.session.id] = live
                 live.users += 1
@@ -199,8 +202,7 @@ class Registry:
     ) -> Fork:
         """The branch of a node call.  A task has one at most: an earlier one is taken back."""
         with self.lock:
-            if run.ended:
-                raise AdapterError(f"the run that node '{name}' belongs to has ended")
+            _require_running(run)
             earlier = self.tasks.get(task)
             if earlier is not None:
                 self.retract(earlier)
@@ -219,6 +221,7 @@ class Registry:
     def hint(self, run: Run, live: Live, parent: int, text: str | Tokens, idle_ms: float) -> int:
         """Speculate how a branch of `parent` will begin; the node call that begins so takes it."""
         with self.lock:
+            _require_running(run)
             node = self._claim(live, {"node": parent}, text)  # type: ignore[typeddict-item]
             if node is None:
                 node = self.engine.fork(live.session.id, parent, "hint", text)
@@ -330,3 +333,9 @@ class Registry:
             before = self.count["aborted"]
             self.abort(live, node)
             self.count["swept"] += self.count["aborted"] - before
+
+
+def _require_running(run: Run) -> None:
+    """A node in a thread may come after its run was cancelled."""
+    if run.ended:
+        raise AdapterError("the run that this node belongs to has ended")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from langgraph.types import Command, RetryPolicy, interrupt
 
 from forkserve.adapters.langgraph import Branch, ForkServe
 from forkserve.types import NodeMode
-from tests.waiting import wait_for
+from tests.waiting import HANGS_S, until, wait_for
 
 from .graphs import PROMPT, Boom, State, fan_out, spine_only
 
@@ -334,6 +335,34 @@ def test_a_cancelled_run_leaves_nothing(fs: ForkServe, after_s: float) -> None:
     asyncio.run(go())
     assert fs.stats["undecided"] == 0
     assert fs.engine.stats().nodes == 0
+
+
+@pytest.mark.parametrize("thread", [None, THREAD], ids=["no-thread", "thread"])
+def test_a_node_that_comes_after_its_run_was_cancelled_opens_nothing(
+    make: Any, thread: Any
+) -> None:
+    """It runs in a thread, which goes on."""
+    inside, go = threading.Event(), threading.Event()
+
+    def render(state: Any) -> str:
+        inside.set()
+        assert go.wait(HANGS_S)
+        return PROMPT
+
+    fs = make(render=render)
+
+    async def main() -> None:
+        graph = fs.bind(fan_out(fs).compile(checkpointer=InMemorySaver() if thread else None))
+        task = asyncio.create_task(graph.ainvoke(START_STATE, thread))
+        await until(inside.is_set)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go.set()  # the loop waits for its threads at the end
+
+    asyncio.run(main())
+    assert fs.engine.sessions() == []
+    assert fs.stats["opened"] == 0
 
 
 def test_a_node_that_times_out_is_aborted(fs: ForkServe) -> None:

@@ -132,9 +132,12 @@ def test_a_failing_engine(make: Make, how: str) -> None:
     eng = make(spoken({"gaze": {"at": "a"}}), "Done.")
     agent = ReactAgent(eng, [gaze], speculate=False)
 
+    def broken(batch: Any) -> None:
+        raise BackendError("the mock was told to fail")
+
     def fail(event: Any) -> None:
-        if isinstance(event, Committed):
-            eng.backend.fail_next()  # type: ignore[attr-defined]
+        if isinstance(event, Committed):  # every pass: the next may be that of the tail alone
+            eng.backend._on_batch = broken  # type: ignore[attr-defined]
 
     async def consume() -> None:
         async for event in agent.astream("Go."):
