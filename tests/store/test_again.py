@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from forkserve.cli import main
 from forkserve.errors import StoreError
-from forkserve.store import Store, faults
+from forkserve.store import Store, bundle, faults
 from forkserve.store.behind import WriteBehind
 from forkserve.store.budget import Budget
+from forkserve.store.bundle import export_bundle
 from forkserve.store.catalog import Catalog, CatalogFault
 from forkserve.store.collect import collect
 from forkserve.store.depots import FaultyDepot, LocalDepot, MemoryDepot
@@ -398,3 +402,36 @@ def test_more_chunks_than_files_may_be_open_are_stored(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert [stat.key for stat in stats] == [key for key, _ in items]
     assert len(list(depot.entries())) == 600
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_an_import_that_meets_a_full_disk_leaves_nothing_and_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: bool
+) -> None:
+    """Whole chunks of it, half a chunk, and their folders are there when it fails."""
+    eng = engine(tmp_path / "from")
+    eng.open(PROMPT, session="a")
+    eng.publish("a", name="n")
+    assert eng.store is not None
+    export_bundle(eng.store.vault, tmp_path / "b", ["n"])
+    eng.shutdown()
+    there, count, write = tmp_path / "there", [0], os.write
+    if not missing:
+        there.mkdir()
+
+    def full(file: int, data: Any) -> int:
+        count[0] += 1
+        if count[0] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr(bundle, "_STAGED", 1)  # each chunk is made durable alone
+    command = ["store", "-d", str(there), "import", str(tmp_path / "b")]
+    with monkeypatch.context() as patch:
+        patch.setattr("forkserve.store.depots.local.os.write", full)
+        refused = CliRunner().invoke(main, command)
+    assert refused.exit_code == 2
+    assert f"No space left on device: '{there / 'chunks'}'" in refused.output
+    assert there.exists() is not missing
+    assert not list(there.rglob("*"))
+    assert "imported 1 states" in CliRunner().invoke(main, command).output
