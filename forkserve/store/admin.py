@@ -81,11 +81,12 @@ def making_room(folder: Path) -> Iterator[None]:
 def _unmake(folder: Path, whole: bool) -> None:
     """Take away what a failed command has made in an empty directory, and (whole) that as well.
 
-    What somebody else has begun to use meanwhile stays.
+    What somebody else has begun to use meanwhile stays, and what has copies in a further place:
+    they lie under its id.
     """
     with suppress(StoreError), closing(Catalog(folder, "reader")) as catalog:
-        tables = ("session", "name", "pin", "lease")
-        if any(catalog.read(f"SELECT 1 FROM {table} LIMIT 1") for table in tables):
+        used = ("session", "name", "pin", "lease", "replica WHERE place != 'disk'")
+        if any(catalog.read(f"SELECT 1 FROM {rows} LIMIT 1") for rows in used):
             return
     for path in folder.glob(FILE + "*"):
         path.unlink()

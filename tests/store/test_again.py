@@ -159,6 +159,20 @@ def test_gc_tells_what_it_took_and_not_what_it_had_seen(tmp_path: Path) -> None:
     assert v.catalog.counters()["evicted_bytes/disk/gc"] == swept.bytes == FILE
 
 
+def test_a_reader_of_a_damaged_chunk_changes_nothing(tmp_path: Path) -> None:
+    v, reader = vault(tmp_path), vault(tmp_path, "reader")
+    v.put(PRINT, LINKS, rows)
+    damaged = files(tmp_path)[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    before = files(tmp_path)
+    for _ in range(2):
+        assert good(reader, LINKS) < 3
+    assert [fault[1] for fault in verify(reader).faults] == [damaged.stem]
+    assert files(tmp_path) == before
+    assert [fault[2] for fault in verify(v).faults] == ["payload"], "the owner sets it aside"
+    assert len(files(tmp_path)) == 2
+
+
 # -------------------------------------------------------------------- further places
 
 
@@ -435,3 +449,32 @@ def test_an_import_that_meets_a_full_disk_leaves_nothing_and_can_be_tried_again(
     assert there.exists() is not missing
     assert not list(there.rglob("*"))
     assert "imported 1 states" in CliRunner().invoke(main, command).output
+
+
+def test_copies_that_a_rebuild_has_made_before_it_failed_are_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie under the id of a new store: without it nobody would ever delete them."""
+    one, put = filled(tmp_path / "one", lambda: LocalDepot(tmp_path / "far", place="far")), [0]
+    real = LocalDepot.put
+
+    def full(self: LocalDepot, items: Any) -> Any:
+        put[0] += 1
+        if put[0] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, items)
+
+    head = ["store", "-d", str(tmp_path / "two"), "--far", str(tmp_path / "far"), "rebuild"]
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalDepot, "put", full)
+        assert "No space left" in CliRunner().invoke(main, [*head, "--from", one]).output
+    with Store(tmp_path / "two", "reader") as store:
+        assert store.catalog.usage()["far"][1] == 1
+    assert "1 copied" in CliRunner().invoke(main, [*head, "--from", one]).output
+    folders = [path.name for path in (tmp_path / "far").iterdir()]
+    assert len([name for name in folders if len(name) == 32]) == 2
+    refused = CliRunner().invoke(
+        main, ["store", "-d", str(tmp_path / "three"), *head[3:], "--from", "0" * 32]
+    )
+    assert refused.exit_code == 2
+    assert not (tmp_path / "three").exists(), "nothing was copied"
