@@ -129,7 +129,8 @@ class Opening(Tiering):
 
     def close(self, session: str) -> None:
         """End a session and give back its pages.  Idempotent; published pages stay cached."""
-        self._saved(session, now=True)  # a generation, too: nobody may have waited for it
+        if self._journal is not None:
+            self._journal.sync(session, begun=True)  # a generation that nobody has waited for
         self._end(session, None)
 
     def _end(self, session: str, only: ContextTree | None) -> None:

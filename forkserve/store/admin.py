@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -73,13 +74,27 @@ def making_room(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         if not there:
-            for path in folder.glob(FILE + "*"):
-                path.unlink()
-            with suppress(OSError):  # they hold something by now: that stays
-                (folder / "chunks").rmdir()
-                if there is None:
-                    folder.rmdir()
+            _unmake(folder, there is None)
         raise
+
+
+def _unmake(folder: Path, whole: bool) -> None:
+    """Take away what a failed command has made in an empty directory, and (whole) that as well.
+
+    What somebody else has begun to use meanwhile stays, and what has copies in a further place:
+    they lie under its id.
+    """
+    with suppress(StoreError), closing(Catalog(folder, "reader")) as catalog:
+        used = ("session", "name", "pin", "lease", "replica WHERE place != 'disk'")
+        if any(catalog.read(f"SELECT 1 FROM {rows} LIMIT 1") for rows in used):
+            return
+    for path in folder.glob(FILE + "*"):
+        path.unlink()
+    for name in ("chunks", "quarantine"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    if whole:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def take_id(folder: Path, store: str) -> None:

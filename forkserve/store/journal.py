@@ -214,9 +214,10 @@ class TreeJournal:
 
     # ---------------------------------------------------------------- writing, outside the lock
 
-    def sync(self, session: str) -> bool:
+    def sync(self, session: str, *, begun: bool = False) -> bool:
         """Write what changed of a session; True when it is durable now.
 
+        begun: leave one alone that was never written: its `open` has not returned.
         A catalog that cannot be written is reported to `on_failure`, never raised: the tokens go
         on, and the next sync writes what this one could not.
         """
@@ -224,6 +225,8 @@ class TreeJournal:
             with self._lock:
                 over, self._over = self._over, []
                 shadow = self._sessions.get(session)
+                if begun and shadow is not None and not shadow.created:
+                    shadow = None
                 self._dirty.discard(session)
                 change = self._difference(shadow) if shadow is not None else Change()
                 owed: dict[str, float] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from forkserve.errors import StoreError
@@ -55,9 +56,15 @@ def rebuild(vault: Vault, progress: Progress | None = None, take: Sequence[str] 
     if take and not shared:
         raise StoreError("there is no further place that stores share; give one (--far URL)")
     with vault.pace.beside():
-        for depot in shared:
-            report.others += depot.stores()
-            _copy_in(vault, depot, take, report)
+        try:
+            for depot in shared:
+                report.others += depot.stores()
+                _copy_in(vault, depot, take, report)
+        except (OSError, StoreError):
+            if report.copied:  # what is there by now is not to be forgotten there
+                with suppress(OSError, StoreError):
+                    _adopt_files(vault, report, progress)
+            raise
         _adopt_files(vault, report, progress)
     return report
 

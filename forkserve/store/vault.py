@@ -6,12 +6,9 @@ A crash in between leaves files that no row names, never a row without its bytes
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from forkserve.errors import StoreError
 from forkserve.store import codecs, faults
 from forkserve.store.catalog import Catalog
 from forkserve.store.chunks import (
@@ -21,7 +18,6 @@ from forkserve.store.chunks import (
     Header,
     build,
     check_link,
-    check_payload,
     hash_parts,
     parse_header,
 )
@@ -30,10 +26,10 @@ from forkserve.store.identity import Fingerprint, Link, exact_of
 from forkserve.store.lookups import Found
 from forkserve.store.pace import Pace
 from forkserve.store.seal import Sealer
+from forkserve.store.soundness import Soundness
 
 __all__ = ["TRIES", "Loaded", "Stored", "Vault"]
 
-_log = logging.getLogger(__name__)
 TRIES = 64  # each that fails is a gc that began before: as many as run at once may get in between
 _STAGED = 8 << 20  # bytes held in memory before they are made durable
 
@@ -59,7 +55,7 @@ class Loaded:
     blob: Blob | None = field(default=None, repr=False)
 
 
-class Vault:
+class Vault(Soundness):
     """Depots in order of preference for reading, under one catalog.
 
     format: of what is written.  sealer: with which it is sealed, and what is read is opened.  The
@@ -77,18 +73,13 @@ class Vault:
         pace: Pace | None = None,
     ) -> None:
         codecs.require(format)
+        super().__init__(catalog, depots)
         self.pace = pace or Pace()
-        self.catalog = catalog
-        self.depots = {depot.place: depot for depot in depots}
         self.format = format
         self.sealer = sealer
         self.rooms: dict[str, Callable[[int], object]] = {}  # by place, asked before a write
         self.stored: Callable[[], None] = lambda: None  # told when chunks were catalogued
-        self.verified_bytes = 0  # hashed at first open in this process
-        self._first = depots[0]
-        self._sound: dict[tuple[str, str], tuple[int, ...]] = {}  # (place, content) -> stamp
         self._key = sealer.key_id.hex() if sealer is not None else ""
-        self._lock = threading.Lock()
 
     # ---------------------------------------------------------------- writing
 
@@ -282,7 +273,7 @@ class Vault:
             except ChunkFault as fault:
                 self._refuse(depot, found.content, fault)
             except FileNotFoundError:
-                self._missing(depot, found.content)
+                self._strike(depot, found.content)
             except OSError as error:
                 self.catalog.event(
                     "read_failed", place=place, content=found.content, error=str(error)
@@ -316,83 +307,6 @@ class Vault:
             blob.close()
             raise
         return Loaded(found, payload, depot.place, blob)
-
-    def _verify(self, blob: Blob, place: str, content: str) -> Header:
-        """Header of an open chunk; every byte is hashed unless this very file was before."""
-        data = blob.data
-        header = parse_header(data, len(data))
-        if header.content != content:
-            raise ChunkFault("name", f"the file under {content[:16]} is {header.content[:16]}")
-        if self._sound.get((place, content)) != blob.stat.stamp:
-            check_payload(header, data[header.length :])
-            with self._lock:
-                self.verified_bytes += len(data)
-                self._sound[place, content] = blob.stat.stamp
-        return header
-
-    def verify(self, place: str, content: str) -> ChunkFault | None:
-        """Hash one stored part again, whatever was hashed before; a damaged one is quarantined.
-
-        None, too, for one that another process has collected meanwhile, or writes just now.  Raises
-        OSError when the place cannot be read.
-        """
-        depot = self.depots[place]
-        self._sound.pop((place, content), None)
-        try:
-            blob = depot.open(content)
-        except FileNotFoundError:
-            if not self._missing(depot, content):
-                return None
-            return ChunkFault("missing", f"chunk {content[:16]} is gone")
-        try:
-            self._verify(blob, place, content)
-        except ChunkFault as fault:
-            blob.close()
-            self._refuse(depot, content, fault)
-            return fault
-        blob.close()
-        return None
-
-    def _refuse(self, depot: Depot, content: str, fault: ChunkFault) -> None:
-        if not fault.damaged:
-            self.catalog.event("unusable", place=depot.place, content=content, why=fault.kind)
-            return
-        try:
-            depot.quarantine(content, fault.kind)
-        except OSError as error:  # a read-only disk: the row goes, the file stays
-            _log.warning("chunk %s could not be set aside: %s", content[:16], error)
-        self._strike(depot, content, fault.kind, str(fault))
-
-    def _missing(self, depot: Depot, content: str) -> bool:
-        """Strike a part whose file is gone; False if its row is gone as well (it was collected), or
-        if it was written anew meanwhile."""
-        return self._strike(depot, content, "missing", "the file is gone")
-
-    def _strike(self, depot: Depot, content: str, kind: str, message: str) -> bool:
-        near, again = depot is self._first, kind == "missing"
-        with self._lock:
-            self._sound.pop((depot.place, content), None)
-
-        def present(key: str) -> bool:
-            return again and depot.stat(key) is not None
-
-        named = "SELECT 1 FROM replica WHERE content = ? AND place = ?"
-        try:
-            if again and not self.catalog.read(named, (content, depot.place)):
-                return False  # a reader, which can strike nothing, sees that as well
-            # Near: asked under the lock in which others note what they have written.
-            if not near and present(content):
-                return False
-            gone = self.catalog.forget(depot.place, [content], present if near else None)
-            if again and not gone:
-                return False
-        except (StoreError, OSError) as error:
-            # It is a miss every time, until the catalog can be written.
-            _log.warning("the catalog still lists chunk %s: %s", content[:16], error)
-        _log.warning("chunk %s in %s is unusable: %s", content[:16], depot.place, message)
-        self.catalog.event("quarantine", place=depot.place, content=content, why=kind)
-        self.catalog.count(f"unusable/{depot.place}/{kind}")
-        return True
 
 
 def _blocks(size: int) -> int:

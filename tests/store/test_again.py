@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from forkserve.cli import main
 from forkserve.errors import StoreError
-from forkserve.store import Store, faults
+from forkserve.store import Store, bundle, faults
 from forkserve.store.behind import WriteBehind
 from forkserve.store.budget import Budget
+from forkserve.store.bundle import export_bundle
 from forkserve.store.catalog import Catalog, CatalogFault
 from forkserve.store.collect import collect
 from forkserve.store.depots import FaultyDepot, LocalDepot, MemoryDepot
@@ -153,6 +157,20 @@ def test_gc_tells_what_it_took_and_not_what_it_had_seen(tmp_path: Path) -> None:
     swept = collect(v, grace_s=HOUR)
     assert (swept.chunks, good(v, LINKS)) == (1, 2)
     assert v.catalog.counters()["evicted_bytes/disk/gc"] == swept.bytes == FILE
+
+
+def test_a_reader_of_a_damaged_chunk_changes_nothing(tmp_path: Path) -> None:
+    v, reader = vault(tmp_path), vault(tmp_path, "reader")
+    v.put(PRINT, LINKS, rows)
+    damaged = files(tmp_path)[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    before = files(tmp_path)
+    for _ in range(2):
+        assert good(reader, LINKS) < 3
+    assert [fault[1] for fault in verify(reader).faults] == [damaged.stem]
+    assert files(tmp_path) == before
+    assert [fault[2] for fault in verify(v).faults] == ["payload"], "the owner sets it aside"
+    assert len(files(tmp_path)) == 2
 
 
 # -------------------------------------------------------------------- further places
@@ -398,3 +416,65 @@ def test_more_chunks_than_files_may_be_open_are_stored(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert [stat.key for stat in stats] == [key for key, _ in items]
     assert len(list(depot.entries())) == 600
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_an_import_that_meets_a_full_disk_leaves_nothing_and_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: bool
+) -> None:
+    """Whole chunks of it, half a chunk, and their folders are there when it fails."""
+    eng = engine(tmp_path / "from")
+    eng.open(PROMPT, session="a")
+    eng.publish("a", name="n")
+    assert eng.store is not None
+    export_bundle(eng.store.vault, tmp_path / "b", ["n"])
+    eng.shutdown()
+    there, count, write = tmp_path / "there", [0], os.write
+    if not missing:
+        there.mkdir()
+
+    def full(file: int, data: Any) -> int:
+        count[0] += 1
+        if count[0] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr(bundle, "_STAGED", 1)  # each chunk is made durable alone
+    command = ["store", "-d", str(there), "import", str(tmp_path / "b")]
+    with monkeypatch.context() as patch:
+        patch.setattr("forkserve.store.depots.local.os.write", full)
+        refused = CliRunner().invoke(main, command)
+    assert refused.exit_code == 2
+    assert f"No space left on device: '{there / 'chunks'}'" in refused.output
+    assert there.exists() is not missing
+    assert not list(there.rglob("*"))
+    assert "imported 1 states" in CliRunner().invoke(main, command).output
+
+
+def test_copies_that_a_rebuild_has_made_before_it_failed_are_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie under the id of a new store: without it nobody would ever delete them."""
+    one, put = filled(tmp_path / "one", lambda: LocalDepot(tmp_path / "far", place="far")), [0]
+    real = LocalDepot.put
+
+    def full(self: LocalDepot, items: Any) -> Any:
+        put[0] += 1
+        if put[0] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, items)
+
+    head = ["store", "-d", str(tmp_path / "two"), "--far", str(tmp_path / "far"), "rebuild"]
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalDepot, "put", full)
+        assert "No space left" in CliRunner().invoke(main, [*head, "--from", one]).output
+    with Store(tmp_path / "two", "reader") as store:
+        assert store.catalog.usage()["far"][1] == 1
+    assert "1 copied" in CliRunner().invoke(main, [*head, "--from", one]).output
+    folders = [path.name for path in (tmp_path / "far").iterdir()]
+    assert len([name for name in folders if len(name) == 32]) == 2
+    refused = CliRunner().invoke(
+        main, ["store", "-d", str(tmp_path / "three"), *head[3:], "--from", "0" * 32]
+    )
+    assert refused.exit_code == 2
+    assert not (tmp_path / "three").exists(), "nothing was copied"

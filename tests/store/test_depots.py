@@ -287,3 +287,16 @@ def test_an_object_store_that_is_away_raises_oserror() -> None:
     )
     with pytest.raises(OSError, match="object store"):
         depot.stat(A)
+
+
+def test_what_a_store_is_given_comes_from_one_place() -> None:
+    import forkserve.store as package
+    from forkserve.store import KeepSession, S3Depot, depots, policies
+
+    assert set(package.__all__) <= set(dir(package))
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    assert KeepSession is policies.KeepSession
+    assert package.LocalDepot is depots.LocalDepot
+    assert S3Depot.__name__ in package.__all__
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        package.Nothing  # noqa: B018

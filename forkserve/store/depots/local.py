@@ -116,7 +116,9 @@ class LocalDepot:
                 _sync_folder(home)
                 breathe()
             faults.reach("chunk.durable")
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(self.folder)  # a full disk is known by its name
             for temp, _, _ in pending:
                 with contextlib.suppress(OSError):
                     os.unlink(temp)
