@@ -56,12 +56,12 @@ def _read(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # a model may have written it
-            value = json.loads(arguments or "{}")
-            if isinstance(value, dict):
-                return {**call, "function": {**function, "arguments": value}}
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    with suppress(ValueError, RecursionError):  # a model may have written it
+        value = json.loads(function["arguments"] or "{}")
+        if isinstance(value, dict):
+            return {**call, "function": {**function, "arguments": value}}
     return call
 
 
