@@ -144,7 +144,10 @@ def _lookup(ctx: click.Context, tokens: str, salt: str) -> None:
 @argument("session", "A session's id.")
 @pass_where
 def _tree(at: Where, session: str) -> None:
-    """Draw the committed tree of a session: a line of it runs straight down, * is its end."""
+    """Draw the committed tree of a session.
+
+    A line of it runs straight down, after the lines that leave it; * is its end.
+    """
     from forkserve.store import admin
 
     with at.open() as store:

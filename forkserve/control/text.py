@@ -35,15 +35,19 @@ class TextStream:
         self._longest = max((len(s) - 1 for s in self._stop), default=0)
         self._held = ""
         self._parts: list[str] = []
+        self._joined = 0, ""  # how many parts were put together, and the text that they make
         self.length = 0  # characters of `text`
         self.stopped: str | None = None  # the stop string that ended the text
 
     @property
     def text(self) -> str:
-        """All pieces so far."""
-        if len(self._parts) > 1:
-            self._parts[:] = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
+        """All pieces so far.  May be asked in any thread, while another one pushes."""
+        count, text = self._joined
+        more = self._parts[count:]  # parts are only ever added
+        if more:
+            text += "".join(more)
+            self._joined = count + len(more), text
+        return text
 
     def push(self, tokens: Sequence[int]) -> str:
         """Text that became certain with these tokens; '' after a stop string was seen."""

@@ -196,7 +196,7 @@ class GrammarConstraint:
             followers.remove(best)
         else:  # another branch goes on from there
             best = best.copy()
-            del followers[: len(followers) + 1 - _FOLLOWERS]
+            del followers[: max(len(followers) + 1 - _FOLLOWERS, 0)]
         followers.append(best)  # the last is the latest used
         return best
 

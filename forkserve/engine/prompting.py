@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from forkserve.engine.protocol import Tokenizer
-from forkserve.errors import ConfigError, ForkServeError
+from forkserve.errors import ConfigError, ForkServeError, ModelError
 from forkserve.prompt_text import content, joined
 
 __all__ = ["render_prompt", "require_messages", "takes_system"]
@@ -28,11 +32,37 @@ def render_prompt(
 
     A template that takes no system message (Gemma's refuses one) has it as the beginning of the
     first user's text.  system: whether it takes one, if that is known.
+
+    Arguments of a call that are JSON in a string, as OpenAI writes them, are an object for the
+    template, as Hugging Face's expect and as vLLM does; one that fails at that is given the string.
     """
     first = messages[0].get("role") if messages else None
     if first == "system" and not (takes_system(tokenizer) if system is None else system):
         messages = _folded(messages)
-    return tokenizer.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+    render = partial(tokenizer.render, tools=tools, add_generation_prompt=add_generation_prompt)
+    read = [_read(message) for message in messages]
+    if not all(map(operator.is_, read, messages)):
+        with suppress(ModelError):
+            return render(read)
+    return render(messages)
+
+
+def _read(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message itself, or with arguments of its calls as objects that were JSON of one."""
+    calls = message.get("tool_calls") or ()
+    read = [_call(call) for call in calls]
+    return message if all(map(operator.is_, read, calls)) else {**message, "tool_calls": read}
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    with suppress(ValueError, RecursionError):  # a model may have written it
+        value = json.loads(function["arguments"] or "{}")
+        if isinstance(value, dict):
+            return {**call, "function": {**function, "arguments": value}}
+    return call
 
 
 def require_messages(messages: Sequence[Any]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import pytest
@@ -151,3 +153,44 @@ def test_a_stop_string_begins_after_the_cut(text: str, stops: list[str], cut: in
     pieces = [out.push(after[i : i + 1]) for i in range(len(after))]
     pieces.append(out.finish())
     assert "".join(pieces) == out.text == first_stop(text[len(before) :], stops)
+
+
+def test_text_that_is_read_while_more_comes() -> None:
+    """A background loop pushes while whoever streams reads: nothing may be lost between."""
+    stream = TextStream(bytes)
+
+    class Growing(list[str]):
+        """Grows while it is put together, as by another thread."""
+
+        def __iter__(self) -> Iterator[str]:
+            yield from super().__iter__()
+            if len(self) == 2:
+                stream.push(b"c")
+
+    stream._parts = Growing()
+    stream.push(b"a")
+    stream.push(b"b")
+    seen = stream.text
+    assert seen in ("ab", "abc")
+    if len(stream._parts) == 2:  # nobody walked over the list itself
+        stream.push(b"c")
+    assert stream.text == "abc"
+    assert stream.length == 3
+
+
+def test_pieces_of_two_threads() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        stream, size = TextStream(bytes), 3000
+        pusher = threading.Thread(target=lambda: [stream.push(b"a") for _ in range(size)])
+        pusher.start()
+        seen = 0
+        while pusher.is_alive():
+            text = stream.text
+            assert len(text) >= seen
+            seen = len(text)
+        pusher.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert stream.text == "a" * size

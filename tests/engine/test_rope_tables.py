@@ -51,3 +51,22 @@ def test_the_end_of_the_context_is_reached() -> None:
     assert turns.filled == 5
     np.testing.assert_array_equal(turns.cos, np.arange(5))
     np.testing.assert_array_equal(turns.sin, -np.arange(5))
+
+
+def test_what_the_refusal_of_dynamic_scaling_advises() -> None:
+    """Hugging Face's own is "default" up to the trained length, and another table beyond it."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    )
+    table = ROPE_INIT_FUNCTIONS["dynamic"]
+    ours = rotary.Rope(10000.0).inv_freq(16)
+    for length, same in ((1, True), (512, True), (513, False)):
+        theirs, scale = table(config, torch.device("cpu"), seq_len=length)
+        assert scale == 1.0
+        assert torch.allclose(theirs, ours.to(theirs.dtype), rtol=1e-6, atol=0) is same

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from forkserve import Engine, NodeMode, SamplingParams, Session
+from forkserve.engine.mock import ByteTokenizer
+from forkserve.engine.prompting import render_prompt
 from forkserve.errors import ConfigError, ModelError, NodeError, SessionError
 
 Make = Callable[..., Engine]
@@ -71,6 +74,40 @@ def test_a_message_that_calls_tools_needs_no_content(eng: Engine) -> None:
             texts.append(s.text)
     assert len({*texts}) == 1
     assert "tool_call" in texts[0]
+
+
+def calling(arguments: object) -> dict[str, object]:
+    function = {"name": "look", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": function}]}
+
+
+def test_arguments_of_a_call_may_be_json_in_a_string(eng: Engine) -> None:
+    """OpenAI's way; a template would write the string as a string in JSON."""
+
+    def text(arguments: object) -> str:
+        with eng.session([ASKED, calling(arguments)]) as s:
+            return s.text
+
+    given = calling('{"at": "é"}')
+    assert text('{"at": "é"}') == text({"at": "é"}) != text('"at"')
+    assert text("") == text({})
+    assert '"arguments": "[1]"' in text("[1]")  # no object: left to the template
+    assert '"arguments": "no {json"' in text("no {json")
+    assert "[[[" in text("[" * 100_000)
+    assert given == calling('{"at": "é"}')
+
+
+def test_a_template_that_takes_the_string_alone_gets_it() -> None:
+    class Strings(ByteTokenizer):
+        def render(self, messages: Any, **options: Any) -> str:
+            found = messages[0]["tool_calls"][0]["function"]["arguments"]
+            if not isinstance(found, str):
+                raise ModelError("it adds a string")
+            return found
+
+    assert render_prompt(Strings(), [calling('{"a": 1}')]) == '{"a": 1}'
+    with pytest.raises(ModelError, match="it adds"):
+        render_prompt(Strings(), [calling({"a": 1})])
 
 
 def test_a_list_of_parts_is_for_templates_that_take_it(eng: Engine) -> None:
