@@ -165,9 +165,9 @@ class ContextTree:
         node = Node(number, parent, branch, at, ids, mode, generation, now_ms, line, known)
         self.next_id = number + 1
         self.nodes[number] = parent.children[number] = node
-        segments = parent.segments
-        if segments and segments[-1].end >= at and parent.segment_at(at) is segments[-1]:
-            segments[-1].sealed = True  # rows still pending seal it when they are written
+        last = parent.segments[-1] if parent.segments else None
+        if last is not None and last.end >= at and not last.sealed:
+            last.sealed = parent.segment_at(at) is last  # or when its rows are written
         return node
 
     def extend(self, node: Node, tokens: Tokens) -> None:

@@ -12,10 +12,11 @@ import pytest
 for _needed in ("pydantic", "tokenizers", "transformers", "safetensors", "llguidance", "gguf"):
     pytest.importorskip(_needed)
 
-from forkserve import Engine  # noqa: E402
+from forkserve import Engine, SamplingParams  # noqa: E402
 from forkserve.engine.constraints import ChoiceConstraint, GrammarConstraint  # noqa: E402
 from forkserve.engine.local import LocalBackend  # noqa: E402
 from forkserve.engine.local import backend as backends  # noqa: E402
+from forkserve.engine.local.gpu.runner import GpuRunner  # noqa: E402
 from forkserve.kernels.jit import INTERPRETED  # noqa: E402
 from tests.engine.conftest import tiny_config, tiny_model, tiny_tokenizer  # noqa: E402
 
@@ -116,3 +117,17 @@ def test_a_session_with_everything(make: Make, family: str, kv: str) -> None:
         want = tell(make(family, kernels="torch"))
         assert got.pop("spoken of") == pytest.approx(want.pop("spoken of"), abs=1e-4)
         assert got == want
+
+
+def test_plans_grow_while_branches_decode(make: Make) -> None:
+    """What the planner gives from pass to pass is the one plan, made when a branch begins."""
+    eng = make("llama", device=DEVICE)
+    runner = eng.backend._runner  # type: ignore[attr-defined]
+    assert isinstance(runner, GpuRunner)
+    s = eng.open(ids(6, 1)).id
+    kids = [eng.fork(s, eng.tip(s), "b", [i]) for i in range(2)]
+    targets = [(s, eng.attempt(s, kid)) for kid in kids]
+    made = runner._planner.made
+    eng.generate_many(targets, 4, params=SamplingParams(**GO_ON))
+    assert runner._planner.made - made <= 2
+    assert runner._planner.grown >= 2
