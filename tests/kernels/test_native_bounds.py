@@ -1,5 +1,5 @@
-"""Native kernels touch what they are given and nothing else: fences, no rows, odd places, numbers
-beyond 32 bits.  What a fence can't see, scripts/sanitize.sh does."""
+"""Native kernels touch what they are given and nothing else: fences, no rows, odd addresses, and
+numbers beyond 32 bits."""
 
 from __future__ import annotations
 
