@@ -60,3 +60,8 @@ $pip download -c constraints.txt --no-index --find-links $wheels -d $wheels "${b
     2>/dev/null || $pip wheel -c constraints.txt -w $wheels "${base_deps[@]}"
 
 touch $venv/.installed
+$venv/bin/python - <<'PY'
+from forkserve.kernels.native import library
+if why := library.available():
+    print(f"\nWithout native kernels, so the engine will be slow: {why}")
+PY

@@ -80,7 +80,7 @@ def examine() -> dict[str, Any]:
         "model_found": model,
         "advice": advice,
         "devices": _devices(),
-        "native_kernels": _native(problems),
+        "native_kernels": _native(problems, torch=bool(versions["torch"])),
         "measured": {
             "copy_gb_s": _probe("the copy", _copy_gb_s, problems),
             "copy_mb": _COPY_MB,
@@ -110,20 +110,24 @@ def _missing(modules: Sequence[str]) -> list[str]:
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
-def _native(problems: list[str]) -> dict[str, Any]:
+def _native(problems: list[str], *, torch: bool) -> dict[str, Any]:
     """Instruction sets that the native kernels can run on here, best first, and the one taken.
 
-    Without a library torch takes over; a wrong FORKSERVE_ISA stops the bundled engine.
+    serves: what the bundled engine runs on, "native", "torch" or None.  Without a library torch
+    takes over; a wrong FORKSERVE_ISA stops the engine.
     """
-    used = why_not = None
+    used = why_not = serves = None
     try:
         used = library.load().isa
+        serves = "native" if torch else None  # the engine needs torch for more than its kernels
     except BackendError as error:
         why_not = str(error)
+        serves = "torch" if torch else None
     except ConfigError as error:
         why_not = str(error)
         problems.append(f"FORKSERVE_ISA={os.environ.get('FORKSERVE_ISA')}: {error}")
-    return {"used": used, "instruction_sets": library.supported(), "why_not": why_not}
+    sets = library.supported()
+    return {"serves": serves, "used": used, "instruction_sets": sets, "why_not": why_not}
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -284,6 +288,13 @@ def _show(found: dict[str, Any]) -> None:
         console.print(f"[green]Everything that is needed works.[/]{missing}")
 
 
+def _kernels(native: dict[str, Any]) -> str:
+    if native["used"]:
+        return f"{native['used']} (can run {', '.join(native['instruction_sets'])})"
+    instead = "; the engine runs on torch, which is slower" if native["serves"] == "torch" else ""
+    return f"none: {native['why_not']}{instead}"
+
+
 def _rows(found: dict[str, Any], table: Table) -> None:
     pool, measured = found["pool"], found["measured"]
     table.add_row("forkserve", f"{found['forkserve']} on Python {found['python']}")
@@ -301,8 +312,7 @@ def _rows(found: dict[str, Any], table: Table) -> None:
     if len(found["devices"]) == 1:
         table.add_row("cuda", "none found")
     native = found["native_kernels"]
-    sets = ", ".join(native["instruction_sets"])
-    table.add_row("native kernels", native["why_not"] or f"{native['used']} (can run {sets})")
+    table.add_row("native kernels", _kernels(native))
     with_ = measured["with"]
     copy, gemm = measured["copy_gb_s"], measured["gemm_gflop_s"]
     table.add_row("copy", f"{copy} GB/s read and written ({with_}, {measured['copy_mb']} MB)")

@@ -212,6 +212,25 @@ def test_doctor_fails_where_the_engine_would(run: Run, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("quick")
+def test_doctor_says_what_serves_without_native_kernels(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor.library, "_FOLDER", tmp_path)
+    (tmp_path / "not_built.txt").write_text("FORKSERVE_NATIVE=off\n")
+    monkeypatch.setattr(doctor, "_REQUIRED", ("numpy",))
+    monkeypatch.setattr(doctor, "_OPTIONAL", ("torch",))
+    monkeypatch.setattr(doctor, "_version", lambda name: "1.0")
+    found = json.loads(run("doctor", "--json").stdout)["native_kernels"]
+    assert (found["serves"], found["used"]) == ("torch", None)
+    assert "installed (FORKSERVE_NATIVE=off)" in found["why_not"]
+    shown = " ".join(run("doctor").stdout.split())
+    assert "none: the native kernels were not built" in shown
+    assert "the engine runs on torch, which is slower" in shown
+    monkeypatch.setattr(doctor, "_version", lambda name: "1.0" if name == "numpy" else None)
+    assert json.loads(run("doctor", "--json").stdout)["native_kernels"]["serves"] is None
+
+
+@pytest.mark.usefixtures("quick")
 def test_doctor_knows_the_extras_of_the_store(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
     gone = ("cryptography", "zstandard", "obstore")

@@ -190,7 +190,7 @@ def test_a_forced_instruction_set_is_no_reason_for_torch(
         LocalBackend(tiny_config(), checkpoint("llama")[1])
 
 
-def test_settings_are_checked(checkpoint: Checkpoints) -> None:
+def test_settings_are_checked(checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
     folder = checkpoint("llama")[1]
     with pytest.raises(ConfigError, match=r"first: LocalBackend\(ForkServeConfig\(\), \.\.\.\)"):
         LocalBackend("smollm2")  # type: ignore[arg-type]
@@ -210,6 +210,7 @@ def test_settings_are_checked(checkpoint: Checkpoints) -> None:
     plain = LocalBackend(tiny_config(page_size=8), folder)
     assert plain.info.extra["kernels"] == "torch"
     assert "multiple of 16" in plain.info.extra["why_torch"]
+    assert "runs on torch kernels, which are slower: page_size 8 is not" in caplog.text
     small = LocalBackend(tiny_config(max_context=64), folder)
     assert small.info.max_context == 64
     small.close()

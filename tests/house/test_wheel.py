@@ -10,11 +10,14 @@ import tarfile
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "forkserve"
+NATIVE = "forkserve/kernels/native/"
+REASON = f"{NATIVE}not_built.txt"  # instead of libraries
 LINKS = ("engine", "kernels", "adapters")
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
@@ -59,13 +62,14 @@ def package_files() -> set[str]:
         str(path.relative_to(ROOT))
         for path in PACKAGE.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".pyc", ".so")
-    }
+    } - {REASON}
 
 
 def test_wheel_holds_every_file(dist: Path) -> None:
     with zipfile.ZipFile(next(dist.glob("*.whl"))) as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    native = {name for name in packed if name.endswith(".so")}
+    native = {name for name in packed if name.endswith(".so") or name == REASON}
+    assert native
     assert packed - native == package_files()
     assert "forkserve/py.typed" in packed
 
@@ -75,10 +79,10 @@ def test_wheel_is_for_this_platform_if_it_has_native_kernels(dist: Path) -> None
     with zipfile.ZipFile(path) as wheel:
         native = [name for name in wheel.namelist() if name.endswith(".so")]
     assert path.name.endswith("-py3-none-any.whl") is (native == [])
-    assert all(name.startswith("forkserve/kernels/native/libforkserve-") for name in native)
+    assert all(name.startswith(f"{NATIVE}libforkserve-") for name in native)
 
 
-def test_wheel_without_native_kernels_is_pure(tmp_path: Path) -> None:
+def test_wheel_without_native_kernels_is_pure_and_says_why(tmp_path: Path) -> None:
     run(
         "env", "FORKSERVE_NATIVE=off", sys.executable, "-m", "build", "--no-isolation",
         "--wheel", "--outdir", tmp_path, ROOT, cwd=tmp_path,
@@ -87,10 +91,12 @@ def test_wheel_without_native_kernels_is_pure(tmp_path: Path) -> None:
     assert path.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(path) as wheel:
         assert [name for name in wheel.namelist() if name.endswith(".so")] == []
+        assert wheel.read(REASON) == b"FORKSERVE_NATIVE=off\n"
 
 
 def test_a_missing_compiler_can_be_an_error(tmp_path: Path) -> None:
-    env = {**os.environ, "FORKSERVE_NATIVE": "require", "PATH": "", "CXX": "no-such-compiler"}
+    env = {**os.environ, "FORKSERVE_NATIVE": "require", "PATH": ""}
+    env.pop("CXX", None)
     command = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path)
     done = subprocess.run(
         [*command, ROOT], check=False, cwd=tmp_path, env=env, capture_output=True, text=True
@@ -127,14 +133,17 @@ def test_installed_demo_on_the_mock(installed: Path, tmp_path: Path) -> None:
     assert report["identity"]["checked"] == report["identity"]["equal"] > 0
 
 
-def build_fails(monkeypatch: pytest.MonkeyPatch, wish: str) -> None:
-    """Run the hook with FORKSERVE_NATIVE=`wish`: it ends the build, without a traceback."""
+def hook() -> Any:
     hatch_build = pytest.importorskip("hatch_build")
     pytest.importorskip("hatchling")
-    hook = hatch_build.NativeHook(str(ROOT), {}, None, None, str(ROOT), "wheel")
+    return hatch_build.NativeHook(str(ROOT), {}, None, None, str(ROOT), "wheel")
+
+
+def build_fails(monkeypatch: pytest.MonkeyPatch, wish: str) -> None:
+    """Run the hook with FORKSERVE_NATIVE=`wish`: it ends the build, without a traceback."""
     monkeypatch.setenv("FORKSERVE_NATIVE", wish)
     with pytest.raises(SystemExit) as end:
-        hook.initialize("standard", {})
+        hook().initialize("standard", {})
     assert end.value.code == 1
 
 
@@ -160,9 +169,89 @@ def test_a_build_that_fails_ends_with_one_line_that_says_what_to_do(
     build_fails(monkeypatch, "require")
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"compiler {compiler} failed: x.cpp:1: error: too new{advice}"
+    monkeypatch.delenv("CXX")
     monkeypatch.setattr(hatch_build.shutil, "which", lambda name: None)
     build_fails(monkeypatch, "require")
     assert capsys.readouterr().err == f"there is no C++ compiler{advice}\n"
+
+
+@pytest.mark.parametrize("wish", ["auto", "require"])
+def test_a_compiler_that_is_set_and_not_there_is_an_error(
+    wish: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another one must not take its place, nor the package become slow, in silence."""
+    monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    build_fails(monkeypatch, wish)
+    assert "CXX names the compiler 'no-such-compiler', which is not" in capsys.readouterr().err
+
+
+def test_a_compiler_may_have_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hatch_build = pytest.importorskip("hatch_build")
+    compiler = tmp_path / "cc"
+    compiler.write_text("")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{compiler} --target=here -m64")
+    assert hatch_build._compiler() == [str(compiler), "--target=here", "-m64"]
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setattr(hatch_build.shutil, "which", lambda name: f"/bin/{name}")
+    assert hatch_build._compiler() == ["/bin/c++"]
+
+
+@pytest.mark.parametrize("version", ["standard", "editable"])
+def test_a_package_without_kernels_says_why(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip shows nothing of a build that ends well."""
+    hatch_build = pytest.importorskip("hatch_build")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("FORKSERVE_NATIVE", raising=False)
+    monkeypatch.setattr(hatch_build, "ROOT", tmp_path)
+    monkeypatch.setattr(hatch_build, "REASON", tmp_path / "not_built.txt")
+    monkeypatch.setattr(hatch_build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(hatch_build.shutil, "which", lambda name: None)
+    data: dict[str, Any] = {"force_include": {}}
+    built = hook()
+    built.initialize(version, data)
+    packed = {to: Path(path).read_text() for path, to in data["force_include"].items()}
+    built.finalize(version, data, "")
+    if version == "editable":
+        packed = {"not_built.txt": (tmp_path / "not_built.txt").read_text()}
+    assert packed == {"not_built.txt": f"there is no C++ compiler; {hatch_build.ADVICE}\n"}
+
+
+@pytest.mark.parametrize(
+    ("system", "tag"),
+    [
+        ("linux-aarch64", "linux_aarch64"),
+        ("macosx-10.13-universal2", "macosx_11_0_arm64"),
+        ("macosx-13.3-arm64", "macosx_13_0_arm64"),
+    ],
+)
+def test_a_wheel_is_for_the_processor_that_it_was_built_on(
+    system: str, tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python on macOS may be for two; a library is for one, and for the system that is named."""
+    hatch_build = pytest.importorskip("hatch_build")
+    commands: list[list[str]] = []
+    monkeypatch.setattr(hatch_build, "ROOT", tmp_path)
+    monkeypatch.setattr(hatch_build.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(hatch_build.sysconfig, "get_platform", lambda: system)
+    monkeypatch.setattr(hatch_build, "_run", lambda command, target: commands.append(command))
+    assert hatch_build.platform_tag() == tag
+    hatch_build._compile(["cc"], "neon", (), None)
+    least = {f"-mmacosx-version-min={tag.split('_')[1]}.0"} if "macosx" in system else set()
+    assert len(commands) > 1
+    for command in commands:
+        assert {part for part in command if part.startswith("-mmacosx")} == least
+
+
+def test_an_intel_mac_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor has it a torch that the engine could use."""
+    hatch_build = pytest.importorskip("hatch_build")
+    monkeypatch.setattr(hatch_build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(hatch_build.platform, "system", lambda: "Darwin")
+    with pytest.raises(hatch_build.BuildError, match="'x86_64' on Darwin"):
+        hatch_build.build()
 
 
 def test_a_compiler_without_amx_builds_the_other_libraries(

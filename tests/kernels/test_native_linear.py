@@ -177,11 +177,23 @@ def test_tiles_that_are_not_granted_are_not_used(
         library.load("amx")
 
 
+def test_every_arm_processor_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An emulator shows the /proc/cpuinfo of its host, macOS has none."""
+    monkeypatch.setattr(library, "_FOLDER", tmp_path)
+    (tmp_path / "libforkserve-neon.so").touch()
+    monkeypatch.setattr(library, "_cpu_flags", library._cpu_flags.__wrapped__)
+    for machine in ("aarch64", "arm64"):
+        monkeypatch.setattr(library.platform, "machine", lambda name=machine: name)
+        assert library.supported() == ["neon"]
+
+
 def test_a_missing_or_stale_library_is_a_clear_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(library, "_FOLDER", tmp_path)
     assert "were not built" in (library.available() or "")
+    (tmp_path / "not_built.txt").write_text("there was no compiler\n")
+    assert "installed (there was no compiler); reinstall" in (library.available() or "")
     isa = next(iter(library._NEEDS))
     monkeypatch.setattr(library, "_cpu_flags", frozenset)
     (tmp_path / f"libforkserve-{isa}.so").write_bytes(b"not a library")

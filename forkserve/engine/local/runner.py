@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KERNELS", "VARIANTS", "Runner", "Setup", "make_runner"]
 
+_log = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
@@ -80,7 +82,7 @@ class Setup:
 
 
 def make_runner(source: Checkpoint, setup: Setup, kernels: str) -> tuple[Runner, str | None]:
-    """The runner, and why "auto" did not take the native kernels (None if it did).
+    """The runner, and why "auto" did not take the native kernels (None if it did), which it logs.
 
     Raises `ConfigError` for a variant or shape that the kernels asked for don't have, and for a
     FORKSERVE_ISA that can't be had; `BackendError` if the native ones are asked for and were not
@@ -115,6 +117,8 @@ def make_runner(source: Checkpoint, setup: Setup, kernels: str) -> tuple[Runner,
             f"dtype '{setup.variant}' needs the native kernels"
             + (f": {reason}" if reason else "; leave out kernels='torch'")
         )
+    if reason:
+        _log.warning("%s runs on torch kernels, which are slower: %s", source.name, reason)
     from forkserve.engine.local.torch_runner import TorchRunner
 
     return TorchRunner(source, setup), reason

@@ -62,13 +62,16 @@ class Builder {
         return OK;
     }
 
-    // A piece of run `run` from its row `skip` on.  False if its pages do not suffice.
-    bool add(int run, int skip, int length) {
-        int begin = spans_.run_start[run] + skip, offset = spans_.run_offset[run];
-        int64_t pages = spans_.run_page[run + 1] - spans_.run_page[run];
-        pieces_.push_back({begin, begin + length, offset - spans_.run_start[run],
+    // A piece of the first rows of run `run`.  False if its pages do not suffice, or where the end of
+    // a split is no integer of 32 bits.
+    bool add(int run, int length) {
+        const int64_t begin = spans_.run_start[run], offset = spans_.run_offset[run];
+        const int64_t pages = spans_.run_page[run + 1] - spans_.run_page[run];
+        if (offset < 0 || offset + length > pages * shape_.page) return false;
+        if (begin + offset + length > INT32_MAX - SPLIT) return false;
+        pieces_.push_back({int32_t(begin), int32_t(begin + length), int32_t(offset - begin),
                            spans_.run_page[run]});
-        return offset >= 0 && offset + skip + length <= pages * shape_.page;
+        return true;
     }
 
     int read(int64_t* where) {
@@ -85,13 +88,13 @@ class Builder {
             for (; use < spans_.use_end[w]; use++) {
                 int run = spans_.use_run[use], length = spans_.use_length[use];
                 if (spans_.run_start[run] != at || length < 1) return CONTEXT;
-                if (!add(run, 0, length)) return CONTEXT;
+                if (!add(run, length)) return CONTEXT;
                 at += length;
             }
             if (at != work.start) return CONTEXT;
             int run = spans_.write[w];
             if (run >= 0) {
-                if (spans_.run_start[run] != at || !add(run, 0, work.count)) return WRITE;
+                if (spans_.run_start[run] != at || !add(run, work.count)) return WRITE;
             } else {
                 const int page = shape_.page;
                 if (scratch + work.count > int64_t(shape_.pages) * page) return SCRATCH;

@@ -35,6 +35,12 @@ void write(const Plan& plan, const KvLayer& kv, const float* k, const float* v, 
     }
 }
 
+// An element at any address: where a run in a file or a message begins, nobody knows.
+template <class T>
+struct __attribute__((packed)) Loose {
+    T value;
+};
+
 // Rows in a pool (K of one head if `step` is the page size, else V) or, with page = 0, in an array.
 template <class T>
 struct Rows {
@@ -48,22 +54,27 @@ struct Rows {
     int64_t within(int64_t row) const { return page ? page - row % page : INT64_MAX; }
 };
 
-template <class T>
-void move(Rows<T> from, int64_t source, Rows<T> to, int64_t target, int64_t count) {
+// From and To are `Word` or `Loose<Word>`.
+template <class Word, class From, class To>
+void move(Rows<From> from, int64_t source, Rows<To> to, int64_t target, int64_t count) {
+    static_assert(sizeof(From) == sizeof(Word) && sizeof(To) == sizeof(Word));
+    auto put = [](To* y, const From* x) {
+        reinterpret_cast<Loose<Word>*>(y)->value = reinterpret_cast<const Loose<Word>*>(x)->value;
+    };
     while (count > 0) {
         int64_t rows = std::min({count, from.within(source), to.within(target)});
-        const T* x = from.at(source);
-        T* y = to.at(target);
+        const From* x = from.at(source);
+        To* y = to.at(target);
         const int64_t xr = from.row_step(), xd = from.dim_step();
         const int64_t yr = to.row_step(), yd = to.dim_step(), dim = to.dim;
         if (xd == 1 && yd == 1) {
-            std::memcpy(y, x, sizeof(T) * rows * dim);
+            std::memcpy(static_cast<void*>(y), x, sizeof(Word) * rows * dim);
         } else if (yd == 1) {
             for (int64_t j = 0; j < rows; j++)
-                for (int64_t d = 0; d < dim; d++) y[j * yr + d] = x[j * xr + d * xd];
+                for (int64_t d = 0; d < dim; d++) put(y + j * yr + d, x + j * xr + d * xd);
         } else {  // stores in order: twice as fast as loads in order
             for (int64_t d = 0; d < dim; d++)
-                for (int64_t j = 0; j < rows; j++) y[j * yr + d * yd] = x[j * xr + d * xd];
+                for (int64_t j = 0; j < rows; j++) put(y + j * yr + d * yd, x + j * xr + d * xd);
         }
         source += rows;
         target += rows;
@@ -109,7 +120,7 @@ void fs_copy_rows(const fs::KvPool* pool, const int64_t* copies, int64_t n) {
         using T = decltype(word);
         fs::blocks<T>(*pool, [&](int64_t, fs::Rows<T> rows) {
             for (int64_t i = 0; i < n; i++)
-                fs::move(rows, copies[3 * i], rows, copies[3 * i + 1], copies[3 * i + 2]);
+                fs::move<T>(rows, copies[3 * i], rows, copies[3 * i + 1], copies[3 * i + 2]);
         });
     });
 }
@@ -120,10 +131,11 @@ void fs_read_rows(const fs::KvPool* pool, const int64_t* runs, int64_t n, void* 
     fs::by_element(*pool, [&](auto word) {
         using T = decltype(word);
         fs::blocks<T>(*pool, [&](int64_t block, fs::Rows<T> rows) {
-            fs::Rows<T> array{static_cast<T*>(out) + block * total * pool->dim, 0, pool->dim};
+            auto* base = static_cast<fs::Loose<T>*>(out) + block * total * pool->dim;
+            fs::Rows<fs::Loose<T>> array{base, 0, pool->dim};
             int64_t done = 0;
             for (int64_t i = 0; i < n; i++) {
-                fs::move(rows, runs[2 * i], array, done, runs[2 * i + 1]);
+                fs::move<T>(rows, runs[2 * i], array, done, runs[2 * i + 1]);
                 done += runs[2 * i + 1];
             }
         });
@@ -135,11 +147,11 @@ void fs_write_rows(const fs::KvPool* pool, const int64_t* runs, int64_t n, const
     fs::by_element(*pool, [&](auto word) {
         using T = decltype(word);
         fs::blocks<T>(*pool, [&](int64_t block, fs::Rows<T> rows) {
-            T* base = const_cast<T*>(static_cast<const T*>(in)) + block * in_rows * pool->dim;
-            fs::Rows<T> array{base, 0, pool->dim};
+            auto* base = static_cast<const fs::Loose<T>*>(in) + block * in_rows * pool->dim;
+            fs::Rows<const fs::Loose<T>> array{base, 0, pool->dim};
             int64_t next = at;
             for (int64_t i = 0; i < n; i++) {
-                fs::move(array, next, rows, runs[2 * i], runs[2 * i + 1]);
+                fs::move<T>(array, next, rows, runs[2 * i], runs[2 * i + 1]);
                 next += runs[2 * i + 1];
             }
         });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -102,9 +103,12 @@ def _absent() -> str:
         return (
             f"this processor has none of the instruction sets the kernels were built for: {names}"
         )
+    why = "nothing says why"
+    with contextlib.suppress(OSError):  # what hatch_build.py left
+        why = (_FOLDER / "not_built.txt").read_text(encoding="utf-8").strip()
     return (
-        "the native kernels were not built (no C++ compiler when the package was installed); "
-        "reinstall with one, or run python hatch_build.py in a checkout"
+        f"the native kernels were not built when the package was installed ({why}); "
+        "reinstall it, or run python hatch_build.py in a checkout"
     )
 
 
@@ -126,13 +130,12 @@ def _tiles_granted() -> bool:
 @functools.cache
 def _cpu_flags() -> frozenset[str]:
     """Features of this processor, by Linux's names."""
-    try:
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return frozenset({"asimd"})  # all have it; under emulation /proc/cpuinfo is the host's
+    with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        arm = platform.machine().lower() in ("arm64", "aarch64")
-        return frozenset({"asimd"} if arm else ())
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
+        for line in text.splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "flags":
+                return frozenset(value.split())
     return frozenset()
