@@ -26,6 +26,12 @@ from forkserve.types import Span, Work
 LAYERS, KV_HEADS, GROUP, DIM, PAGE = 30, 3, 3, 64, 16
 SCRATCH = 64  # pages
 PRODUCT = 1024  # rows and columns of a matrix product, the ceiling of arithmetic
+# Of KV and operands: those of the variants float32, int8, and bfloat16 and w8a16.
+KINDS = {
+    "float32": (torch.float32, False),
+    "bfloat16 KV": (torch.bfloat16, False),
+    "bfloat16": (torch.bfloat16, True),
+}
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -48,20 +54,20 @@ def run(options: Options) -> Report:
 
 @dataclass
 class Paged:
-    """A pool of random rows, and plans over it."""
+    """A pool of random rows, and plans over it.  kind: see `KINDS`."""
 
     pages: int
     layers: int
-    bf16: bool
+    kind: str
     threads: int
 
     def __post_init__(self) -> None:
         rows = (self.pages + SCRATCH) * PAGE
         shape = (self.layers, 2 * KV_HEADS, rows * DIM)
-        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        dtype, paired = KINDS[self.kind]
         self.memory = torch.randn(shape).to(dtype)
-        at = self.memory.data_ptr()
-        self.pool = Pool(at, self.layers, KV_HEADS, DIM, PAGE, rows, self.bf16)
+        at, bf16 = self.memory.data_ptr(), dtype is torch.bfloat16
+        self.pool = Pool(at, self.layers, KV_HEADS, DIM, PAGE, rows, bf16, paired)
 
     def plan(self, works: Sequence[Work]) -> AttentionPlan:
         plan = AttentionPlan(
@@ -101,9 +107,8 @@ def trunk(report: Report, options: Options, threads: int, read: float) -> None:
         *("KV", "k", "native", "k passes", "passes/native", "flash", "flash/native"),
         *("native GB/s", "of memory", "native GFLOP/s", "quiet rounds", "others"),
     )
-    for bf16 in (False, True):
-        paged = Paged(pages + max(ks), layers, bf16, threads)
-        dtype = torch.bfloat16 if bf16 else torch.float32
+    for kind, (dtype, _) in KINDS.items():
+        paged = Paged(pages + max(ks), layers, kind, threads)
         contiguous = torch.randn(layers, 2, 1, KV_HEADS, length, DIM).to(dtype)
         for k in ks:
             found = branches(options, paged, works[:k], contiguous)
@@ -113,10 +118,10 @@ def trunk(report: Report, options: Options, threads: int, read: float) -> None:
             rate = contiguous.nbytes / native / 1e6
             work = layers * KV_HEADS * GROUP * k * 4 * length * DIM / native / 1e6
             table.add(
-                *("bfloat16" if bf16 else "float32", k, native, passes, ratio, peer, against),
+                *(kind, k, native, passes, ratio, peer, against),
                 *(rate, rate / read, work, found.quiet, share(found.others)),
             )
-            what = f"{'bfloat16' if bf16 else 'float32'}: "
+            what = f"{kind}: "
             if k == 8:
                 what += "8 branches at once over 8 passes"
                 report.targets.append(Target(what, ">= 3.3", ratio, ratio >= 3.3))
@@ -170,7 +175,7 @@ def prompt(
     options: Options, n: int, layers: int, threads: int
 ) -> Rounds[tuple[float, float, float]]:
     """ms of n causal rows here, in torch, and of a product of two large matrices."""
-    paged = Paged(n // PAGE, layers, False, threads)
+    paged = Paged(n // PAGE, layers, "float32", threads)
     span = Span(0, list(range(n // PAGE)), 0, n)
     q = np.random.default_rng(n).standard_normal((n, KV_HEADS * GROUP, DIM), np.float32)
     native = paged.passes(paged.plan([Work("", 0, [0] * n, 0, (), span)]), q)
@@ -204,7 +209,7 @@ def planning(report: Report, options: Options, threads: int) -> None:
         ("256 works over 1,000 nodes", forest(256, 100 if options.quick else 1000, steps)),
     ):
         batches = [step(branches, at) for at in range(steps)]
-        plan = Paged(pages, 1, False, threads).plan(batches[0])
+        plan = Paged(pages, 1, "float32", threads).plan(batches[0])
 
         def once(
             _: int, batches: list[list[Work]] = batches, plan: AttentionPlan = plan
