@@ -6,6 +6,9 @@ PYTHON ?= python3
 WORKERS ?= 2
 ARGS ?=
 
+# Tests start hundreds of processes; without this each may have to compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := .venv/bin
 STAMP := .venv/.installed
 SOURCES := $(wildcard forkserve tests scripts examples benchmarks hatch_build.py)
