@@ -155,8 +155,9 @@ class Opening(Tiering):
         """
         self._closing()
         self._loop.shutdown()
-        if self._journal is not None:
-            self._journal.close()
+        journal = self._journal  # another thread may shut down as well
+        if journal is not None:
+            journal.close()
             self._core.journal, self._journal = NullJournal(), None
         if self.store is not None:
             self.store.publisher.drain()
