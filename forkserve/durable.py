@@ -88,7 +88,8 @@ class Durable(Restoring):
 
         store, core = self._require(), self._core
         text("session", session)
-        if self._journal is None:
+        journal = self._journal
+        if journal is None:
             raise StoreError(
                 "only the owner of a store resumes sessions; open it with role='owner'"
             )
@@ -122,9 +123,10 @@ class Durable(Restoring):
                 learned.tool_ran(tool, ms, None, False)
             for tool, output in record.tool_outputs:
                 learned.tool_ran(tool, None, output, True)
-            self._journal.opened(tree, record.seed, record.next_binding, known=True)
-        self._journal.reopened(session)
-        warmed = self._bring_back(tree, tree.tip, press=False)
+            journal.opened(tree, record.seed, record.next_binding, known=True)
+            tip = tree.tip
+        journal.reopened(session)
+        warmed = self._bring_back(tree, tip, press=False)
         return SessionHandle(self, tree, warmed.tokens)
 
     def stored_sessions(self) -> list[str]:
@@ -151,11 +153,12 @@ class Durable(Restoring):
 
     def _saved(self, session: str, *, now: bool = False) -> None:
         """Make what changed of a session durable.  now: not only if a generation has ended."""
-        if self._journal is not None:
+        journal = self._journal  # a shutdown may take it away meanwhile
+        if journal is not None:
             if now:
-                self._journal.sync(session)
+                journal.sync(session)
             else:
-                self._journal.settle(session)
+                journal.settle(session)
 
     def _named(self, wanted: str | None) -> str | None:
         """An id for a new session that the store does not hold already.
@@ -187,8 +190,7 @@ class Durable(Restoring):
     def _complete(self, tree: ContextTree, node: Node) -> None:
         """Wait until a node's rows are computed.  SessionError when it is closed before that."""
         with self._core.lock:
-            if self._core.trees.get(tree.session) is not tree or not node.live:
-                raise SessionError(f"session '{tree.session}' was closed meanwhile")
+            self._require_open(tree, node)
             task = self._core.ensure(tree, node)
         self._loop.run_until(lambda: task.done)
         if task.error is not None:

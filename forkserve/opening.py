@@ -129,8 +129,9 @@ class Opening(Tiering):
 
     def close(self, session: str) -> None:
         """End a session and give back its pages.  Idempotent; published pages stay cached."""
-        if self._journal is not None:
-            self._journal.sync(session, begun=True)  # a generation that nobody has waited for
+        journal = self._journal  # a shutdown may take it away meanwhile
+        if journal is not None:
+            journal.sync(session, begun=True)  # a generation that nobody has waited for
         self._end(session, None)
 
     def _end(self, session: str, only: ContextTree | None) -> None:
@@ -154,8 +155,9 @@ class Opening(Tiering):
         """
         self._closing()
         self._loop.shutdown()
-        if self._journal is not None:
-            self._journal.close()
+        journal = self._journal  # another thread may shut down as well
+        if journal is not None:
+            journal.close()
             self._core.journal, self._journal = NullJournal(), None
         if self.store is not None:
             self.store.publisher.drain()

@@ -69,9 +69,10 @@ class Raising(Keeping):
             store.meter.took("raise", took)
             with core.lock:
                 core.count.cached_tokens += at - first
-        if self._journal is not None:
+        journal = self._journal
+        if journal is not None:
             reason = "memory" + "_always" * (why == "always")
-            self._journal.decided(
+            journal.decided(
                 tree.session,
                 node.id,
                 "restore",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from forkserve.control.core import Core
 from forkserve.engine.protocol import Portable
-from forkserve.errors import StoreError
+from forkserve.errors import SessionError, StoreError
 from forkserve.speculating import Speculating
 from forkserve.tree.node import Node
 from forkserve.tree.spine import take_prefix
@@ -54,6 +54,11 @@ class Restoring(Speculating):
             raise StoreError("this engine has no store; give it one: Engine(backend, store='DIR')")
         return self.store
 
+    def _require_open(self, tree: ContextTree, node: Node) -> None:
+        """SessionError if another caller has closed the session.  Called under the lock."""
+        if self._core.trees.get(tree.session) is not tree or not node.live:
+            raise SessionError(f"session '{tree.session}' was closed meanwhile")
+
     def _raise(self, tree: ContextTree, node: Node, press: bool) -> int:
         """Rows brought back from host memory; see `forkserve.tiering`."""
         return 0
@@ -65,14 +70,17 @@ class Restoring(Speculating):
         """Restore missing rows if that is worth it, and note the decision.
 
         press: make room for them as for committed work; else free and cached pages have to do.
+        Raises SessionError when the session is closed before that.
         """
         core = self._core
         with core.lock:
+            self._require_open(tree, node)
             bare = tree.root.evicted
             if bare and self.config.prefix_index:
                 core.count.cached_tokens += take_prefix(tree, core.index)
         raised = self._raise(tree, node, press)
         with core.lock:
+            self._require_open(tree, node)
             length, begin = node.length, ready(node)
             tokens = tree.tokens(node)
         if begin >= length:
@@ -84,8 +92,9 @@ class Restoring(Speculating):
         except StoreError as error:  # a catalog that cannot be read must not stop anybody
             self._require().failed(error)
             warmed = Warmed(0, "computed", "store_failed")
-        if self._journal is not None and warmed.restore_ms is not None:
-            self._journal.decided(
+        journal = self._journal
+        if journal is not None and warmed.restore_ms is not None:
+            journal.decided(
                 tree.session,
                 node.id,
                 "restore",

@@ -13,6 +13,7 @@ import heapq
 import time
 import weakref
 from collections.abc import Collection, Hashable
+from contextlib import suppress
 from functools import partial
 from itertools import count, pairwise
 from math import inf
@@ -23,6 +24,7 @@ from forkserve.control.loop import Loop
 from forkserve.control.pressure import active, evictable
 from forkserve.control.retention import evict_rank
 from forkserve.engine.protocol import Portable
+from forkserve.errors import SessionError
 from forkserve.raising import Raising
 from forkserve.tree.node import Node
 from forkserve.tree.tree import ContextTree, committed
@@ -115,10 +117,11 @@ class Tiering(Raising):
             gone = node.length - ready(node) if here else 0
         if busy or gone < self._least:
             return
-        if gone >= _CHUNK:
-            self._bring_back(tree, node, press=False)
-        else:
-            self._raise(tree, node, False)
+        with suppress(SessionError):  # closed meanwhile: no failure, nobody waits
+            if gone >= _CHUNK:
+                self._bring_back(tree, node, press=False)
+            else:
+                self._raise(tree, node, False)
 
     # ---------------------------------------------------------------- down
 

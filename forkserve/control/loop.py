@@ -98,6 +98,7 @@ class Loop:
             while session in core.in_flight:
                 self.check()
                 core.changed.wait()
+            self.check()  # what changes after a shutdown is written by nobody
         finally:
             core.waiting -= 1
             core.changed.notify_all()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -105,9 +105,11 @@ class Budget:
         self._low = low
         self._unlisted: int | None = None  # bytes of files that no row names, found at first use
 
-    def make_room(self, size: int) -> Evicted:
+    def make_room(self, size: int, follows: Collection[str] = ()) -> Evicted:
         """Let `size` more bytes fit.
 
+        follows: chains (hex) that the new bytes go on from: they don't leave the last place, or
+        there would be a hole.
         Raises StoreError when names, pins and this write need more than the limit; OSError,
         CatalogFault.
         """
@@ -122,12 +124,13 @@ class Budget:
         wanted = over + int((1 - self._low) * self.limit)
         with self._vault.catalog.write() as db:
             tidy(db, self._vault.catalog.now())
-        done = self._evict(self._choose(wanted))
+        done = self._evict(self._choose(wanted, () if self._further() else follows))
         if done.bytes < over:
             raise StoreError(
                 f"the budget of {self.limit} bytes in '{self.place}' is full of named and pinned "
-                f"states, and of chunks that have no copy elsewhere yet: {over} bytes more are "
-                f"needed, {done.bytes} could go; remove names, or raise it"
+                "states, of chunks that have no copy elsewhere yet, and of those that the new ones "
+                f"follow: {over} bytes more are needed, {done.bytes} could go; remove names, or "
+                "raise it"
             )
         return done
 
@@ -142,11 +145,16 @@ class Budget:
         waste = local.waste() if local is not None else Waste()
         return listed + self._unlisted + waste.leftover_bytes + waste.aside_bytes
 
+    def _further(self) -> Sequence[str]:
+        """Places that what leaves this one may move to."""
+        places = list(self._vault.depots)
+        return places[places.index(self.place) + 1 :]
+
     def recount(self) -> None:
         """Forget what was counted on the disk; the next write counts again (gc has run)."""
         self._unlisted = None
 
-    def _choose(self, wanted: int) -> list[_Part]:
+    def _choose(self, wanted: int, follows: Collection[str]) -> list[_Part]:
         """The least valuable chain ends, up to `wanted` bytes."""
         now = self._vault.catalog.now()
         rows = self._vault.catalog.read(_ROWS, (now, self.place))
@@ -156,7 +164,7 @@ class Budget:
         for which, chain, _, _, _, _, _, content, used, kept, _, others in restful(rows):
             key = which, chain
             parts.setdefault(key, []).append(_Part(key, content, used, others or ""))
-            if kept:
+            if kept or chain in follows:
                 fast.add(key)
         items: dict[tuple[int, str], tuple[Held, tuple[int, str]]] = {}
         seen: set[tuple[int, str]] = set()
@@ -194,8 +202,7 @@ class Budget:
     def _evict(self, chosen: list[_Part]) -> Evicted:
         """Let parts go from here; one that has no copy elsewhere and cannot be given one stays."""
         vault, moved, gone, lost = self._vault, 0, list[_Part](), set[str]()
-        places = list(vault.depots)
-        further = places[places.index(self.place) + 1 :]
+        further = self._further()
         for part in chosen:
             if further and not set(part.others.split(",")) & set(further):
                 try:

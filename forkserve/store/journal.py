@@ -272,12 +272,17 @@ class TreeJournal:
             self.sync(name)
 
     def close(self) -> None:
-        """Write everything and end the thread.  Idempotent."""
+        """Write everything and end the thread.  Idempotent.
+
+        The engine closes its trees next: a `sync` that comes later must not take them for the text.
+        """
         self._stop = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
         self.flush()
+        with self._lock:
+            self._sessions.clear()
 
     def _serve(self) -> None:
         while True:

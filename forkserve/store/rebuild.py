@@ -95,7 +95,7 @@ def _copy(vault: Vault, depot: SharedDepot, source: Depot, key: str, report: Rep
             raise ChunkFault("name", "the object has another name than its content")
         room = vault.rooms.get(depot.place)
         if room is not None:
-            room(len(data))
+            room(len(data), [header.parent.hex()])
         _write(depot.own, key, data)
         report.copied += 1
     except ChunkFault as fault:  # not ours to set aside

@@ -6,7 +6,7 @@ A crash in between leaves files that no row names, never a row without its bytes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from forkserve.store import codecs, faults
@@ -77,7 +77,8 @@ class Vault(Soundness):
         self.pace = pace or Pace()
         self.format = format
         self.sealer = sealer
-        self.rooms: dict[str, Callable[[int], object]] = {}  # by place, asked before a write
+        # By place, asked before a write: for how many bytes, and the chains that they go on from.
+        self.rooms: dict[str, Callable[[int, Collection[str]], object]] = {}
         self.stored: Callable[[], None] = lambda: None  # told when chunks were catalogued
         self._key = sealer.key_id.hex() if sealer is not None else ""
 
@@ -191,7 +192,8 @@ class Vault(Soundness):
         depot = self._first
         room = self.rooms.get(depot.place)
         if room is not None:
-            room(sum(_blocks(header.file_bytes) for header, _ in staged))
+            needed = sum(_blocks(header.file_bytes) for header, _ in staged)
+            room(needed, {header.parent.hex() for header, _ in staged})
         for attempt in range(TRIES):
             try:
                 stats = depot.put([(header.content, parts) for header, parts in staged])
@@ -229,7 +231,7 @@ class Vault(Soundness):
                 raise
             size, room = len(blob.data), self.rooms.get(target)
             if room is not None:
-                room(_blocks(size))
+                room(_blocks(size), [header.parent.hex()])
             stands = self.catalog.intend(content, target)  # gc takes no object that is written
             try:
                 (stat,) = depot.put([(content, [blob.data])])

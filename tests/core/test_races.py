@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from forkserve import Engine
-from forkserve.errors import ConfigError, SessionError
+from forkserve.errors import BackendError, ConfigError, SessionError
 from forkserve.tree.rows import reserve, settle
 from forkserve.types import Batch, JobClass, SamplingParams
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, wait_for
 
-from .harness import assert_nothing_left, assert_same_as_cold, cold, core, engine, mock
+from .harness import assert_nothing_left, assert_same_as_cold, cold, core, engine, loop, mock
 from .scenarios import OTHER, PROMPT
 
 GO_ON = SamplingParams(ignore_eos=True)
@@ -99,6 +100,47 @@ def test_questions_of_two_threads_are_answered_in_turn() -> None:
         thread.join(HANGS_S)
     assert got == want
     eng.check()
+    eng.shutdown()
+
+
+def test_a_commit_that_waits_for_a_pass_is_refused_when_the_engine_is_shut_down() -> None:
+    """Also if the shutdown comes between the end of the pass and its own turn.
+
+    A store has all by then that it is to keep.
+    """
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hook(_: Batch) -> None:
+        begun.set()
+        assert go_on.wait(HANGS_S)
+
+    eng = engine(background=True)
+    s = eng.open(PROMPT).id
+    kid = eng.attempt(s, eng.fork(s, 1, "k", OTHER))
+    mock(eng)._on_batch = hook
+    land = loop(eng)._landing.land
+
+    def last(*args: Any) -> Any:
+        loop(eng)._stop = True  # as `shutdown` does, which has the lock next
+        return land(*args)
+
+    loop(eng)._landing.land = last  # type: ignore[method-assign]
+    eng.start(s, 40, node=kid, params=GO_ON)
+    assert begun.wait(HANGS_S)
+    got: list[object] = []
+
+    def commit() -> None:
+        try:
+            got.append(eng.commit(s, 1, [1, 2]))
+        except BackendError as error:
+            got.append(str(error))
+
+    thread = threading.Thread(target=commit)
+    thread.start()
+    wait_for(lambda: core(eng).waiting > 0)
+    go_on.set()
+    thread.join(HANGS_S)
+    assert got == ["the engine is shut down"]
     eng.shutdown()
 
 

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from forkserve.cli import main
-from forkserve.errors import StoreError
+from forkserve.errors import SessionError, StoreError
 from forkserve.store import Store, bundle, faults
 from forkserve.store.behind import WriteBehind
 from forkserve.store.budget import Budget
@@ -478,3 +478,57 @@ def test_copies_that_a_rebuild_has_made_before_it_failed_are_not_forgotten(
     )
     assert refused.exit_code == 2
     assert not (tmp_path / "three").exists(), "nothing was copied"
+
+
+# -------------------------------------------------------------------- closed meanwhile
+
+
+def test_what_is_written_after_a_shutdown_takes_nothing_away(tmp_path: Path) -> None:
+    """A generation has ended, and its caller comes to write that when the trees are closed."""
+    with Store(tmp_path) as store:
+        eng = engine(store)
+        eng.open(PROMPT, session="a")
+        said = eng.generate("a", 3)
+        journal = eng._journal
+        assert journal is not None
+        eng.shutdown()
+        journal.sync("a")
+        assert verify(store.vault).problems == []
+        again = engine(store)
+        again.resume("a")
+        assert again.tokens("a") == PROMPT + said
+        again.shutdown()
+
+
+@pytest.mark.parametrize("verb", ["open", "resume", "warm", "prefetch"])
+def test_a_session_that_is_closed_while_its_rows_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    with Store(tmp_path, restore="always", memory_bytes=1 << 20) as store:
+        eng = engine(store)
+        eng.open(PROMPT, session="a")
+        eng.publish("a")
+        tree = eng.tree("a")
+        if verb == "resume":
+            eng.shutdown()
+            eng = engine(store)
+        elif verb == "open":
+            eng.close("a")
+        else:
+            with eng._core.lock:
+                eng._core.drop_rows(tree, tree.root)
+        bring_back = eng._bring_back
+
+        def late(tree: Any, *args: Any, **options: Any) -> Any:
+            eng.close(tree.session)
+            return bring_back(tree, *args, **options)
+
+        monkeypatch.setattr(eng, "_bring_back", late)
+        if verb == "prefetch":
+            eng._prefetch(tree, tree.root)
+        else:
+            with pytest.raises(SessionError, match="closed meanwhile"):
+                eng.open(PROMPT, session="b") if verb == "open" else getattr(eng, verb)("a")
+        assert eng.sessions() == []
+        assert eng.stats().live_pages == eng.stats().index_pages
+        eng.shutdown()

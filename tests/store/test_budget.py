@@ -86,6 +86,32 @@ def test_a_budget_full_of_names_refuses_instead_of_growing(tmp_path: Path) -> No
     v.catalog.close()
 
 
+@pytest.mark.parametrize("place", ["disk", "object"])
+def test_a_chain_makes_no_room_at_the_price_of_its_own_beginning(
+    tmp_path: Path, place: str
+) -> None:
+    """Without what they follow its further chunks would be of no use."""
+    far = [MemoryDepot(place="object")] if place == "object" else []
+    v = vault(tmp_path, depots=[LocalDepot(tmp_path / "chunks"), *far])
+    links = chain(text(1, 60))
+
+    def store(upto: int) -> None:
+        v.put(PRINT, links[:upto], rows)
+        for found in v.find(PRINT, links[:upto]) if far else ():
+            if "object" not in found.places:
+                v.copy_one(found.content, "disk", "object")
+
+    store(10)
+    limit = v.catalog.usage()[place][0] + FILE  # for one more chunk two blocks are asked for
+    v.rooms[place] = Budget(v, place, limit, Lru(), low=1.0).make_room
+    with pytest.raises(StoreError, match="that the new ones follow"):
+        store(11)
+    starts = "SELECT start FROM chunk JOIN part ON chunk = id JOIN replica USING (content)"
+    held = v.catalog.read(f"{starts} WHERE place = ? ORDER BY start", (place,))
+    assert held == [(4 * n,) for n in range(10)]
+    v.catalog.close()
+
+
 def test_what_leaves_the_disk_moves_to_the_next_place(tmp_path: Path) -> None:
     far = MemoryDepot(place="object")
     v = vault(tmp_path, depots=[LocalDepot(tmp_path / "chunks"), far])
