@@ -12,6 +12,7 @@ from forkserve.engine import MockBackend
 from forkserve.errors import ConfigError, SessionError, StoreError
 from forkserve.opening import Opening
 from forkserve.session import _OPTIONS
+from forkserve.store.collect import collect
 
 TRUNK = "A trunk of some length. " * 12  # 288 tokens: a whole chunk and a rest
 
@@ -82,8 +83,20 @@ def test_a_resumed_and_a_restored_session_go_on_as_objects(tmp_path: Path) -> No
                 ok.commit("fine")
             s.generate(2)
         assert "job" not in eng.sessions()
-        with pytest.raises(SessionError, match="no session 'job'"):
-            eng.resume("job")
+
+
+def test_an_exception_closes_the_session_in_the_store_until_gc_takes_it(tmp_path: Path) -> None:
+    with engine(tmp_path) as eng:
+        with pytest.raises(KeyboardInterrupt), eng.session(TRUNK, session="c"):
+            raise KeyboardInterrupt
+        assert eng.store is not None
+        assert eng.stored_sessions() == ["c"], "it can be resumed still"
+        with eng.session(eng.resume("c")) as s:
+            assert s.text == TRUNK
+            assert collect(eng.store.vault, grace_s=-5).sessions == 0, "it is open again"
+        assert collect(eng.store.vault, grace_s=-5).sessions == 1
+        with pytest.raises(SessionError, match="no session 'c'"):
+            eng.resume("c")
 
 
 def test_publish_is_the_verb_at_the_tip(tmp_path: Path) -> None:
