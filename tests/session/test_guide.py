@@ -1,4 +1,4 @@
-"""The programs of docs/sessions.md run as they are printed."""
+"""The programs of docs/sessions.md and docs/engine.md run as they are printed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,32 @@ from forkserve.engine.protocol import Backend
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "sessions.md"
 
 
-def programs() -> list[str]:
-    text = GUIDE.read_text(encoding="utf-8")
+def programs(page: Path = GUIDE) -> list[str]:
+    text = page.read_text(encoding="utf-8")
     return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def test_programs_of_the_guide_run(tmp_path: Path) -> None:
-    assert len(programs()) > 5
+def run(source: str, tmp_path: Path) -> str:
     script = tmp_path / "guide.py"
-    script.write_text("\n".join(programs()), encoding="utf-8")
+    script.write_text(source, encoding="utf-8")
     command = [sys.executable, "-W", "error", str(script)]
     root = {"PYTHONPATH": str(GUIDE.parents[1])}
     done = subprocess.run(
         command, check=False, cwd=tmp_path, capture_output=True, text=True, env=root
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_programs_of_the_guide_run(tmp_path: Path) -> None:
+    assert len(programs()) > 5
+    run("\n".join(programs()), tmp_path)
+
+
+@pytest.mark.model
+def test_the_program_of_the_engine_page_runs(tmp_path: Path) -> None:
+    (source,) = programs(GUIDE.with_name("engine.md"))
+    assert "Paris" in run(source, tmp_path)
 
 
 def turns(backend: Backend, asked: str, lengths: dict[int, str]) -> None:
