@@ -1,4 +1,4 @@
-"""A name that moves: in one transaction, seen by other processes, whatever dies on the way."""
+"""Names that move: in one transaction, seen by other processes.  And wrong options of stores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from forkserve import Engine
+from forkserve import Engine, ForkServeConfig
+from forkserve.engine import MockBackend
 from forkserve.errors import ConfigError, StoreError
 from forkserve.store import Store, admin, faults
 from forkserve.store.collect import collect
@@ -78,6 +79,24 @@ def test_what_a_name_has_left_is_garbage_and_what_it_took_is_kept(tmp_path: Path
     eng.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("budgetbytes", "budget_bytes"), ("rol", "role"), ("formt", "format")]
+)
+def test_an_unknown_option_is_named_with_the_nearest(tmp_path: Path, wrong: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{wrong}' of a store; did you mean '{near}'"):
+        Store(tmp_path / "new", **{wrong: 1})  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("wrong", [5, object(), ["states"], b"states"])
+def test_what_is_no_store_is_refused(wrong: object) -> None:
+    backend = MockBackend(ForkServeConfig())
+    with pytest.raises(ConfigError, match=rf"is {type(wrong).__name__}; give a directory"):
+        Engine(backend, store=wrong)  # type: ignore[arg-type]
+    with Engine(backend) as eng:  # the backend was left free
+        assert eng.open("x").tip == 1
+
+
 # -------------------------------------------------------------------- several processes
 
 
@@ -96,7 +115,7 @@ def move(folder: Path, ending: str) -> None:
 
 
 def child(folder: Path, ending: str = "") -> int:
-    code = "import sys; from pathlib import Path; from store.test_moving_names import move\n"
+    code = "import sys; from pathlib import Path; from store.test_names import move\n"
     code += "move(Path(sys.argv[1]), sys.argv[2])"
     here = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": f"{here}:{here.parent}"}
