@@ -372,8 +372,8 @@ def _prompt(engine: Engine, prompt: Prompt) -> str | Tokens:
         first = prompt[0] if len(prompt) else None
     except (TypeError, KeyError):  # a number, None, a set, a generator; one message
         raise ConfigError(
-            "a prompt is text, a list of token ids, a list of chat messages, or the handle of an "
-            f"open session, not {type(prompt).__name__}"
+            "a prompt is text, a list of token ids, or a list of chat messages, not "
+            f"{type(prompt).__name__}"
         ) from None
     if not isinstance(first, Mapping):
         return prompt  # type: ignore[return-value]
