@@ -72,10 +72,16 @@ class Engine(Opening):
             raise ConfigError("engine and backend have different configs; give both the same one")
         mine = store is not None and isinstance(store, (str, os.PathLike))
         _claim(backend, self)
-        if isinstance(store, (str, os.PathLike)):
+        if store is not None:
             from forkserve.store import Store
 
-            store = Store(store)
+            if isinstance(store, (str, os.PathLike)):
+                store = Store(store)
+            elif not isinstance(store, Store):
+                raise ConfigError(
+                    f"store={store!r} is {type(store).__name__}; give a directory, or a "
+                    "forkserve.store.Store"
+                )
         try:
             super().__init__(Core(backend), store)
         except BaseException:

@@ -14,6 +14,13 @@ from forkserve.values import nearest
 __all__ = ["ENV_PREFIX", "ForkServeConfig", "require_config"]
 
 ENV_PREFIX = "FORKSERVE_"
+# What is looked for here and is an argument elsewhere.
+_ELSEWHERE = {
+    "LocalBackend": ("model", "dtype", "kernels", "threads", "device", "kv", "debug"),
+    "MockBackend": ("replies", "step_ms", "prefill_us", "vocab_size", "window", "clock"),
+    "Store": ("budget_bytes", "memory_bytes", "device_bytes", "far", "lossy", "encrypt"),
+    "Engine": ("store",),
+}
 
 
 class ForkServeConfig(BaseModel):
@@ -148,7 +155,14 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> str:
     for fault in error.errors():
         name = ".".join(str(part) for part in fault["loc"])
         if fault["type"] == "extra_forbidden":
-            lines.append(f"unknown setting '{name}'{nearest(name, model.model_fields)}")
+            hint = _owner(name) or nearest(name, model.model_fields)
+            lines.append(f"unknown setting '{name}'{hint}")
         else:
             lines.append(f"{name}={fault['input']!r}: {fault['msg']}")
     return "; ".join(lines)
+
+
+def _owner(name: str) -> str:
+    """What an error about a setting that is an argument elsewhere ends with."""
+    owner = next((owner for owner, names in _ELSEWHERE.items() if name in names), "")
+    return f"; {name} belongs to {owner}: {owner}(..., {name}=...)" if owner else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from forkserve.control.experience import Experience
 from forkserve.control.lines import require_quiet
 from forkserve.engine.protocol import Portable
-from forkserve.errors import NodeError, SessionError, StoreError
+from forkserve.errors import ConfigError, NodeError, SessionError, StoreError
 from forkserve.handle import SessionHandle
 from forkserve.restoring import Restoring
 from forkserve.tree.node import Node
@@ -30,7 +30,13 @@ class Durable(Restoring):
     # ---------------------------------------------------------------- verbs
 
     def publish(
-        self, session: str, node: int | None = None, *, name: str | None = None, wait: bool = True
+        self,
+        session: str,
+        node: int | None = None,
+        *,
+        name: str | None = None,
+        wait: bool = True,
+        replace: bool = False,
     ) -> Publication:
         """Store the KV of a committed state (default: the tip), and perhaps give it a name.
 
@@ -39,12 +45,16 @@ class Durable(Restoring):
         wait: until it is durable, computing missing rows first.  With wait=False only rows that
         exist are stored, in the background, and a full queue drops the request
         (`Publication.accepted`); nothing ever waits for the store then.
+        replace: the name may be taken, and then stands for this state from the moment on that it is
+        durable; until then, and if anything fails, it stands for what it stood for.
 
         Raises StoreError (no store, name taken, disk full, ...), NodeError for speculation.
         """
         store, core = self._require(), self._core
         if name is not None:
-            self._name_is_free(store, name)
+            self._usable(store, name, replace=replace)
+        elif replace:
+            raise ConfigError("replace=True needs name=: there is nothing else to replace")
         with core.lock:
             tree = core.tree(session)
             target = tree.tip if node is None else tree.get(node)
@@ -55,7 +65,8 @@ class Durable(Restoring):
             finish = wait and self._finishable(tree, target)
         if finish:
             self._complete(tree, target)
-        ticket = self._capture(tree, target, name, patience_s=60.0 if wait else 0.0)
+        patience_s = 60.0 if wait else 0.0
+        ticket = self._capture(tree, target, name, patience_s, replace=replace)
         if wait:
             ticket.wait()
         return ticket
@@ -205,12 +216,13 @@ class Durable(Restoring):
     # ---------------------------------------------------------------- publish
 
     @staticmethod
-    def _name_is_free(store: Store, name: str) -> None:
-        from forkserve.store.records import require_name
+    def _usable(store: Store, name: str, *, replace: bool) -> None:
+        """Refuse what is no name, and one that is taken, before anything is computed for it."""
+        from forkserve.store.records import TAKEN, require_name
 
         require_name(name)
-        if store.catalog.read("SELECT 1 FROM name WHERE name = ?", (name,)):
-            raise StoreError(f"the name '{name}' is taken; remove it first, or choose another")
+        if not replace and store.catalog.read("SELECT 1 FROM name WHERE name = ?", (name,)):
+            raise StoreError(f"the name '{name}' is taken; {TAKEN}")
 
     def _finishable(self, tree: ContextTree, node: Node) -> bool:
         """True if whole chunks lack rows that can be computed now."""
@@ -227,6 +239,8 @@ class Durable(Restoring):
         name: str | None,
         patience_s: float,
         most: int | None = None,
+        *,
+        replace: bool = False,
     ) -> Publication:
         """Pin the rows of the whole chunks that exist (up to `most` tokens), and queue them."""
         from forkserve.store.identity import plan_chain
@@ -270,7 +284,8 @@ class Durable(Restoring):
                 tokens,
                 chain,
             )
-            after = partial(write_name, store.catalog, self._print, record, store.sealer)
+            catalog, made, sealer = store.catalog, self._print, store.sealer
+            after = partial(write_name, catalog, made, record, sealer, replace=replace)
         read = partial(read_link, backend, parts, core.backend.info.kv_bytes_per_token)
         capture = Capture(self._print, there, read, release, after)
         return store.publisher.offer(capture, patience_s=patience_s)

@@ -109,16 +109,18 @@ class Opening(Tiering):
             number += 1
         return f"s{number}"
 
-    def session(self, prompt: Prompt, **options: Any) -> Session:
+    def session(self, prompt: Prompt | SessionHandle, **options: Any) -> Session:
         """Open a session as an object: text in, text out.
 
         prompt: text, token ids, or chat messages for the model's template.  Options as for `open`.
+        Or the handle of a session that is open already (`open`, `resume`, `restore`): its object,
+        at the tip of its main line.
         """
         from forkserve.session import Session
 
         return Session(self._engine(), prompt, **options)
 
-    async def asession(self, prompt: Prompt, **options: Any) -> Session:
+    async def asession(self, prompt: Prompt | SessionHandle, **options: Any) -> Session:
         """`session` for a coroutine: a prompt that is to be prefilled doesn't block the loop."""
         from forkserve.session import Session
 

@@ -32,6 +32,7 @@ from forkserve.control.commit import CommitResult
 from forkserve.control.generation import Generation
 from forkserve.engine.prompting import render_prompt, require_messages
 from forkserve.errors import ConfigError, NodeError, SessionError
+from forkserve.handle import SessionHandle
 from forkserve.reply import (
     AsyncStream,
     Dropped,
@@ -45,22 +46,26 @@ from forkserve.reply import (
 from forkserve.tree.node import Node
 from forkserve.tree.tree import ContextTree
 from forkserve.types import JoinPolicy, SamplingParams, Tokens, derive_seed
+from forkserve.values import require_names
 
 if TYPE_CHECKING:
     from forkserve.api import Engine
+    from forkserve.store import Publication
 
 __all__ = ["AsyncStream", "Branch", "Prompt", "Reply", "Session", "Stream"]
 
 T = TypeVar("T")
 Prompt = str | Tokens | Sequence[Mapping[str, Any]]
+_OPTIONS = ("session", "tenant", "salt", "seed")  # of `Engine.open`
 
 
 class Session(Speaker):
     """An open session.  Its verbs work at the tip of its main line.
 
-    prompt: text, token ids, or chat messages, which the model's own template renders.
+    prompt: text, token ids, or chat messages, which the model's own template renders; or the handle
+    of a session that is open (`Engine.open`, `resume`, `restore`), which it then is the object of.
     prefill: wait for the prompt to be computed; by default the first `generate` shares its pass.
-    **options: as for `Engine.open` (session=, tenant=, salt=, seed=).
+    **options: as for `Engine.open` (session=, tenant=, salt=, seed=); a handle takes none.
 
     Use it as a (sync or async) context manager: leaving closes it.  One thread at a time may
     generate, commit or join on it; tasks of one event loop take turns by themselves.  Once it is
@@ -68,20 +73,35 @@ class Session(Speaker):
     """
 
     def __init__(
-        self, engine: Engine, prompt: Prompt, *, prefill: bool = False, **options: Any
+        self,
+        engine: Engine,
+        prompt: Prompt | SessionHandle,
+        *,
+        prefill: bool = False,
+        **options: Any,
     ) -> None:
-        handle = engine.open(_prompt(engine, prompt), prefill=prefill, **options)
+        require_names(options, (*_OPTIONS, "prefill"), "option '{}' of a session")
+        if isinstance(prompt, SessionHandle):
+            self._tree = _opened(engine, prompt, prefill=prefill, options=options)
+            handle = prompt
+        else:
+            handle = engine.open(_prompt(engine, prompt), prefill=prefill, **options)
+            self._tree = engine.tree(handle.id)
         self.engine = engine
         self.id = handle.id
         self._handle = handle
-        self._tree = engine.tree(handle.id)
         self._dropped = Dropped()
         self._names = count(1)
         self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     @classmethod
     async def aopen(
-        cls, engine: Engine, prompt: Prompt, *, prefill: bool = False, **options: Any
+        cls,
+        engine: Engine,
+        prompt: Prompt | SessionHandle,
+        *,
+        prefill: bool = False,
+        **options: Any,
     ) -> Session:
         """Open a session from a coroutine: worth it with prefill=True, which waits."""
         return await aio.in_thread(
@@ -180,6 +200,20 @@ class Session(Speaker):
     ) -> CommitResult:
         """`commit` for a coroutine."""
         return await self._atomic(lambda: self.commit(observed, full=full, branch=branch))
+
+    def publish(
+        self, name: str | None = None, *, wait: bool = True, replace: bool = False
+    ) -> Publication:
+        """Store the KV of the tip, and perhaps give that state a name; see `Engine.publish`."""
+        return self.engine.publish(
+            self.id, self._open().tip.id, name=name, wait=wait, replace=replace
+        )
+
+    async def apublish(
+        self, name: str | None = None, *, wait: bool = True, replace: bool = False
+    ) -> Publication:
+        """`publish` for a coroutine.  Other tasks may go on with the session meanwhile."""
+        return await aio.in_thread(lambda: self.publish(name, wait=wait, replace=replace))
 
     def join(
         self,
@@ -314,6 +348,20 @@ class Session(Speaker):
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.engine.backend.tokenizer.decode_bytes(ids).decode("utf-8", "replace")
+
+
+def _opened(
+    engine: Engine, handle: SessionHandle, *, prefill: bool, options: Mapping[str, Any]
+) -> ContextTree:
+    """The tree that a handle names.  Raises ConfigError, or SessionError if it is closed."""
+    given = [*options, *(["prefill"] if prefill else [])]
+    if given:
+        raise ConfigError(f"{handle!r} is open already: {', '.join(given)} can't be given any more")
+    if handle._engine is not engine:
+        raise ConfigError(f"{handle!r} belongs to another engine")
+    if engine.tree(handle.id) is not handle._tree:
+        raise SessionError(f"session '{handle.id}' was closed; another one has its id now")
+    return handle._tree
 
 
 def _prompt(engine: Engine, prompt: Prompt) -> str | Tokens:

@@ -10,7 +10,7 @@ from typing import Any
 
 from forkserve.errors import ConfigError
 
-__all__ = ["nearest", "number", "positive", "text", "utf8", "whole"]
+__all__ = ["nearest", "number", "positive", "require_names", "text", "utf8", "whole"]
 
 
 def whole(name: str, value: Any) -> int:
@@ -68,3 +68,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """What an error about an unknown name ends with: the known one that is most like it, if any."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def require_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Refuse keywords that are not among the known ones.
+
+    what: how the error speaks of one, with {} for its name.  Raises ConfigError.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"unknown {what.format(name)}{nearest(name, known)}")

@@ -1,4 +1,4 @@
-"""Write docs/reference.md from the code: settings, sampling, errors, verbs, commands.
+"""Write docs/reference.md from the code: settings, backends, sampling, errors, verbs, commands.
 
 With --check nothing is written; a page that is out of date is shown as a diff and the exit code
 is 1.
@@ -6,6 +6,7 @@ is 1.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import inspect
@@ -27,6 +28,7 @@ from forkserve.control import generation
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 FACES = ("Engine", "Session", "Branch")
+BACKENDS = {"LocalBackend": "engine/local/backend.py", "MockBackend": "engine/mock.py"}
 
 
 def methods(face: str) -> dict[str, Any]:
@@ -135,6 +137,37 @@ def entries(docstring: str, names: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def constructor(name: str) -> tuple[str, dict[str, str]]:
+    """Docstring of one of the BACKENDS, and its parameters after `config` with their defaults.
+
+    From the source: the page must be the same where torch is not installed.
+    """
+    source = (Path(forkserve.__file__).parent / BACKENDS[name]).read_text(encoding="utf-8")
+    found = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    cls = next(node for node in found if node.name == name)
+    functions = (node for node in cls.body if isinstance(node, ast.FunctionDef))
+    args = next(node for node in functions if node.name == "__init__").args
+    placed = [arg.arg for arg in args.args[-len(args.defaults) :]] if args.defaults else []
+    defaults = dict(zip(placed, args.defaults, strict=True))
+    keywords = zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    defaults |= {arg.arg: default for arg, default in keywords if default is not None}
+    shown = {name: ast.unparse(default) for name, default in defaults.items() if name != "config"}
+    return ast.get_docstring(cls) or "", shown
+
+
+def backends_section() -> Iterator[str]:
+    """One row for each parameter of the backends that come with the package."""
+    yield "\n## Backends\n"
+    yield "Of `forkserve.engine`. A `ForkServeConfig` comes first, what follows is given by name:"
+    yield '`LocalBackend(ForkServeConfig(), dtype="bfloat16")`.'
+    for name in BACKENDS:
+        docstring, defaults = constructor(name)
+        meanings = entries(re.split(r"\bRaises ", docstring)[0], list(defaults))
+        yield f"\n### {name}\n\n| name | default | meaning |\n|---|---|---|"
+        for parameter, default in defaults.items():
+            yield f"| `{parameter}` | `{default}` | {meanings[parameter]} |"
+
+
 def sampling_section() -> Iterator[str]:
     """One row for each field of SamplingParams, and one for each way a generation ends."""
     params = fields(forkserve.SamplingParams)
@@ -185,7 +218,14 @@ def commands_section() -> Iterator[str]:
         yield f"\n### forkserve {name}\n\n```text\n{command.get_help(context)}\n```"
 
 
-SECTIONS = (settings_section, sampling_section, errors_section, verbs_section, commands_section)
+SECTIONS = (
+    settings_section,
+    backends_section,
+    sampling_section,
+    errors_section,
+    verbs_section,
+    commands_section,
+)
 
 
 def page() -> str:

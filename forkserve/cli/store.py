@@ -7,6 +7,7 @@ a directory that is not a usable store.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,15 @@ def _du_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(("", "bytes", "what"), row, strict=True)) for row in rows]
 
 
-@group.command("sql")
+class _Query(click.Command):
+    """A query may begin with a comment, as those of docs/sql.md do; click would see an option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        comment = re.compile(r"--\s")
+        return super().parse_args(ctx, [f" {a}" if comment.match(a) else a for a in args])
+
+
+@group.command("sql", cls=_Query)
 @argument("query", "SQL that only reads.")
 @pass_where
 def _sql(at: Where, query: str) -> None:

@@ -99,12 +99,14 @@ class ByteTokenizer:
 class MockBackend:
     """The mock.  Everything it does is a function of its arguments and of what it was asked.
 
-    force_preempt_every: tell the engine to pre-empt a running generation every n-th pass (tests).
+    vocab_size, max_context: of the model that it stands for.  force_preempt_every: tell the engine
+    to pre-empt a running generation every n-th pass (tests).
     replies: texts or token lists that successive generations answer with, in order, each ended by
     end-of-text; afterwards the model speaks for itself.
     window: rows that each layer sees, the row itself included; 0 sees all.
+    step_ms: of a pass.  prefill_us: what each of its new tokens adds.
     clock: time; the default virtual clock advances by the cost model of each pass, in ms:
-    ``step_ms + prefill_us / 1000 * new tokens``.
+    ``step_ms + prefill_us / 1000 * new tokens``.  on_batch: called with every batch that is run.
     """
 
     def __init__(

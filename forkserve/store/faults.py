@@ -19,6 +19,7 @@ POINTS = (
     "publish.captured",
     "publish.stored",
     "publish.catalogued",
+    "name.written",
     "journal.begin",
     "journal.written",
     "journal.committed",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forkserve.errors import StoreError
+from forkserve.store import faults
 from forkserve.store.catalog import Catalog
 from forkserve.store.chunks import ChunkFault
 from forkserve.store.identity import (
@@ -20,6 +21,7 @@ from forkserve.store.identity import (
 from forkserve.store.seal import Sealer
 
 __all__ = [
+    "TAKEN",
     "NameRecord",
     "NodeRecord",
     "SessionRecord",
@@ -35,6 +37,8 @@ __all__ = [
     "token_ids",
     "write_name",
 ]
+
+TAKEN = "replace=True moves it to this state; or remove it first, or choose another"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +221,18 @@ def assemble(
     return tuple(out)
 
 
-def write_name(catalog: Catalog, made: Fingerprint, of: NameRecord, sealer: Sealer | None) -> None:
-    """Give a state a name; a name that is taken is an error.  Raises StoreError."""
+def write_name(
+    catalog: Catalog,
+    made: Fingerprint,
+    of: NameRecord,
+    sealer: Sealer | None,
+    *,
+    replace: bool = False,
+) -> None:
+    """Give a state a name.  One that is taken is a StoreError, or with replace moved to this state.
+
+    One transaction: whoever looks, and whatever dies, the name stands for the one or the other.
+    """
     place = of.name.encode()
     raw = token_bytes(of.tokens)
     salt = of.salt.encode()
@@ -226,13 +240,12 @@ def write_name(catalog: Catalog, made: Fingerprint, of: NameRecord, sealer: Seal
         salt, raw = sealer.seal(salt, b"salt" + place), sealer.seal(raw, b"name" + place)
     with catalog.write() as db:
         taken = db.execute("SELECT session, node FROM name WHERE name = ?", (of.name,)).fetchone()
-        if taken is not None:
+        if taken is not None and not replace:
             raise StoreError(
-                f"the name '{of.name}' stands for node {taken[1]} of session '{taken[0]}'; "
-                "remove it first, or choose another"
+                f"the name '{of.name}' stands for node {taken[1]} of session '{taken[0]}'; {TAKEN}"
             )
         db.execute(
-            "INSERT INTO name VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+            "INSERT OR REPLACE INTO name VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
             (
                 of.name,
                 of.session,
@@ -248,6 +261,7 @@ def write_name(catalog: Catalog, made: Fingerprint, of: NameRecord, sealer: Seal
                 catalog.now(),
             ),
         )
+        faults.reach("name.written")
 
 
 def read_name(catalog: Catalog, name: str, sealer: Sealer | None) -> NameRecord:

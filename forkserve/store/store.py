@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Never, get_args
 
 from forkserve.errors import ConfigError, StoreError
 from forkserve.store.behind import WriteBehind
@@ -28,7 +28,7 @@ from forkserve.store.restore import Restorer
 from forkserve.store.scrub import Scrubber
 from forkserve.store.seal import Sealer, load_key
 from forkserve.store.vault import Vault
-from forkserve.values import positive
+from forkserve.values import positive, require_names
 
 __all__ = ["Store"]
 
@@ -84,7 +84,10 @@ class Store:
         scrub_bytes_s: float | None = None,
         policy: Policy | None = None,
         force: bool = False,
+        **unknown: Never,
     ) -> None:
+        known = ("folder", "role", *(Store.__init__.__kwdefaults__ or ()))
+        require_names(unknown, known, "option '{}' of a store")
         _known("restore", restore, ("auto", "always", "never"))
         _known("role", role, get_args(Role))
         if format in LOSSY and not lossy:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forkserve
 from forkserve import Engine, ForkServeConfig
+from forkserve.config import _ELSEWHERE
 from forkserve.engine import MockBackend
 from forkserve.errors import (
     ConfigError,
@@ -369,6 +373,26 @@ def test_arguments_out_of_range(eng: Engine, verb: Verb) -> None:
 def test_unknown_setting_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown setting 'page_sise'; did you mean 'page_size'"):
         ForkServeConfig(page_sise=4)
+
+
+@pytest.mark.parametrize("owner", _ELSEWHERE)
+def test_an_argument_of_something_else_is_said_to_be(owner: str) -> None:
+    # By the source: LocalBackend must not need torch to be spoken of.
+    where = {"Engine": "api.py", "Store": "store/store.py", "MockBackend": "engine/mock.py"}
+    path = Path(forkserve.__file__).parent / where.get(owner, "engine/local/backend.py")
+    (cls,) = (
+        node
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == owner
+    )
+    init = next(n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+    taken = {arg.arg for arg in [*init.args.args, *init.args.kwonlyargs]}
+    for name in _ELSEWHERE[owner]:
+        assert name in taken
+        with pytest.raises(
+            ConfigError, match=f"unknown setting '{name}'; {name} belongs to {owner}"
+        ):
+            ForkServeConfig(**{name: 1})
 
 
 def test_bad_values_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from forkserve import Engine, ForkServeConfig
+from forkserve.cli.store import group
 from forkserve.engine import MockBackend
 from forkserve.store.catalog import Catalog
 
@@ -70,6 +72,18 @@ def test_the_queries_of_the_page_answer(home: Path) -> None:
     db.execute("ATTACH ? AS app", (str(home / "app.db"),))
     assert db.execute(joined).fetchall() == [(1, 0.5, "commit", "miss", 0)]
     db.close()
+
+
+def test_the_queries_of_the_page_can_be_pasted_into_the_command(home: Path) -> None:
+    *queries, _joined = blocks(SQL, "sql")
+    for query in queries:
+        assert query.startswith("-- "), "a comment, which looks like an option"
+        done = CliRunner().invoke(group, ["-d", str(home / "states"), "--json", "sql", query])
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)
+    wrong = CliRunner().invoke(group, ["-d", str(home / "states"), "sql", "--jsn", "SELECT 1"])
+    assert wrong.exit_code == 2
+    assert "No such option" in wrong.output, "a mistyped one is still told"
 
 
 def test_the_join_of_the_page_runs_with_sqlite_utils(home: Path) -> None:
