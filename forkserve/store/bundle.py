@@ -134,8 +134,7 @@ def export_bundle(
 def _check_target(target: Path, overwrite: bool) -> None:
     if os.path.lexists(target) and not overwrite:
         raise StoreError(
-            f"{target} exists and was left as it is: give another file, or ask for it to be "
-            "overwritten (--force, overwrite=True)"
+            f"{target} exists and was left as it is: give another file, or overwrite=True"
         )
 
 
