@@ -61,7 +61,7 @@ PY
 )
 $pip install -c constraints.txt "${needs[@]}"
 
-echo "3/4 ForkServe and its native kernels: some seconds of compiling, where there is a compiler"
+echo "3/4 ForkServe and its native kernels: about a minute of compiling, where there is a compiler"
 # No isolation, so that a second run works without a network.
 $pip install --no-deps --no-build-isolation -e .
 
