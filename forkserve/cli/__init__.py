@@ -5,46 +5,18 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import click
 
 from forkserve import __version__
+from forkserve.cli.faults import Group
 from forkserve.cli.store import group as _store
-from forkserve.errors import ForkServeError
 
 __all__ = ["main"]
 
 
-class _Fault(click.ClickException):
-    """An error of ours as one red line."""
-
-    exit_code = 2
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.secho(f"Error: {' '.join(self.message.split())}", fg="red", err=True)
-
-
-class _Interrupted(click.ClickException):
-    """Ctrl-C, with the exit code that shells give it."""
-
-    exit_code = 130
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo("Interrupted.", err=True)
-
-
-class _Group(click.Group):
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except ForkServeError as error:
-            raise _Fault(str(error)) from error
-        except KeyboardInterrupt as error:
-            raise _Interrupted("interrupted") from error
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="forkserve")
 def main() -> None:
     """Hold the tree of an agent's steps in your hands: fork, speculate, commit, abort."""
@@ -88,10 +60,11 @@ def main() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 @click.pass_context
 def _demo(ctx: click.Context, /, as_json: bool, no_speculate: bool, **options: Any) -> None:
-    """Watch an agent fork, speculate while its tools run, commit and abort.
+    """Watch an agent fork, speculate, commit and abort.
 
-    It answers questions about a text with tools that really run. Every turn is run with and without
-    speculation, and every committed token is compared with those of an engine that did none of it.
+    It answers questions about a text with tools that really run, and speculates while they do.
+    Every turn is run with and without speculation, and every committed token is compared with those
+    of an engine that did none of it.
     Exit code 1 if one differs, 2 for a wrong option.
     """
     from forkserve.cli.demo import Options, run_demo
@@ -103,9 +76,10 @@ def _demo(ctx: click.Context, /, as_json: bool, no_speculate: bool, **options: A
 @main.command("tree")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def _tree(as_json: bool) -> None:
-    """Draw the tree of the last demo: what was committed, what was aborted, what each cost.
+    """Draw the tree of the last demo.
 
-    It is kept in $XDG_STATE_HOME/forkserve/last-run.json; FORKSERVE_STATE names another file.
+    It shows what was committed, what was aborted, what each cost. The run is kept in
+    $XDG_STATE_HOME/forkserve/last-run.json; FORKSERVE_STATE names another file.
     """
     from forkserve.cli.tree import run_tree
 
@@ -116,8 +90,9 @@ def _tree(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 @click.pass_context
 def _doctor(ctx: click.Context, as_json: bool) -> None:
-    """Say what is installed, which devices there are, how fast they are, and what is missing.
+    """Say what is installed, what is missing, how fast it is.
 
+    That is packages, extras, native kernels and devices.
     Exit code 1 if something that every user needs is broken; a missing extra is no fault.
     """
     from forkserve.cli.doctor import run_doctor
@@ -139,9 +114,10 @@ def _doctor(ctx: click.Context, as_json: bool) -> None:
 def _template_check(
     ctx: click.Context, model: str, conversation: Path | None, as_json: bool
 ) -> None:
-    """Show where a model's chat template breaks the prefix, turn by turn.
+    """Show where a chat template breaks the prefix.
 
-    MODEL is a GGUF file, a folder with tokenizer.json, or smollm2; weights are not read.
+    A conversation is rendered turn by turn. MODEL is a GGUF file, a folder with tokenizer.json, or
+    smollm2; weights are not read.
     CONVERSATION is a JSON file: a list of messages, or an object with "messages" and "tools"; an
     assistant's message may hold "raw", its text as the model wrote it. Without it a built-in
     one is used, with reasoning, calls and results. Exit code 1 if a prompt does not begin with all

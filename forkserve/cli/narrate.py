@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from forkserve.cli.screen import Screen
 from forkserve.cli.turns import Turn
 
 __all__ = ["Narrator"]
@@ -24,9 +24,9 @@ class Narrator:
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.console = Console(file=sys.stderr if quiet else sys.stdout, highlight=False)
+        self.console = Screen(file=sys.stderr if quiet else sys.stdout, highlight=False)
         on_screen = self.console.is_terminal
-        self._signs = self.console if on_screen else Console(stderr=True, highlight=False)
+        self._signs = self.console if on_screen else Screen(stderr=True, highlight=False)
         self._status = Status("", console=self._signs, spinner="dots")
         self._open = False  # a line of the answer is being written
 

@@ -6,7 +6,7 @@ a directory that is not a usable store.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,9 @@ import click
 
 from forkserve.cli import store_care
 from forkserve.cli.store_base import Amount, Group, Where, argument, pass_where
-from forkserve.cli.store_text import short, size, sound, table, tree_lines, when
+from forkserve.cli.store_text import short, size, sound, table, token_ids, tree_lines, when
+from forkserve.cli.words import counted
+from forkserve.errors import StoreError
 
 __all__ = ["group"]
 
@@ -44,7 +46,7 @@ __all__ = ["group"]
 def group(
     ctx: click.Context, folder: Path, key: str | None, far: str | None, as_json: bool
 ) -> None:
-    """Look at durable states, check them, move them, throw them away.
+    """Look at durable states, check, move and drop them.
 
     These options go before the command: forkserve store --json ls.
     """
@@ -94,7 +96,10 @@ def _ls(at: Where) -> None:
 @argument("what", "A name, a session or a chain id.")
 @pass_where
 def _show(at: Where, what: str) -> None:
-    """Show the chunks behind a NAME, a SESSION, a chain id, or of one FILE.kv."""
+    """Show the chunks behind a name or a session.
+
+    WHAT: a name, a session's id, a chain id, or one FILE.kv.
+    """
     from forkserve.store import admin
 
     path = Path(what)
@@ -110,28 +115,29 @@ def _show(at: Where, what: str) -> None:
 
 
 @group.command("lookup")
-@argument("tokens", "Ids with commas, or @FILE with a JSON list.", metavar="TOKENS|@FILE")
+@argument(
+    "tokens",
+    "Ids with commas or spaces, a JSON list, or @FILE with either.",
+    metavar="TOKENS|@FILE",
+)
 @click.option("--salt", default="default", show_default=True, help="Salt, or the tenant's name.")
 @click.pass_context
 def _lookup(ctx: click.Context, tokens: str, salt: str) -> None:
-    """Say how much of a prompt is stored.  TOKENS: ids with commas, or @FILE with a JSON list.
+    """Say how much of a prompt is stored.
 
+    TOKENS: ids with commas or spaces (1,2,3), a JSON list ([1, 2, 3]), or @FILE with either.
     Exit code 1 if nothing is.
     """
     from forkserve.store import admin
 
     at: Where = ctx.obj
     try:
-        ids = json.loads(Path(tokens[1:]).read_text() if tokens[0] == "@" else f"[{tokens}]")
-        if not isinstance(ids, list):
-            raise ValueError("it holds no list")
-        wrong = [i for i in ids if type(i) is not int or not 0 <= i < 2**31]
-        if wrong:
-            raise ValueError(f"{wrong[0]!r} is no token id")
-    except (ValueError, IndexError) as error:
-        no_json = isinstance(error, json.JSONDecodeError) and tokens[0] != "@"
-        hint = f"; a file is given as @FILE: @{tokens}" if no_json else ""
-        raise click.BadParameter(f"not a list of token ids: {error}{hint}") from None
+        ids = token_ids(Path(tokens[1:]).read_text("utf-8") if tokens[:1] == "@" else tokens)
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{error}; give ids with commas or spaces (1,2,3), a JSON list ([1, 2, 3]), or @FILE "
+            "with either"
+        ) from None
     with at.open() as store:
         found = admin.find_prefix(store, ids, salt)
     columns: dict[str, Callable[[Any], str]] = {"fingerprint": short, "architecture": str}
@@ -249,15 +255,19 @@ def _verify(ctx: click.Context) -> None:
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @pass_where
 def _gc(at: Where, grace: float, dry_run: bool) -> None:
-    """Throw away what no name, pin or open session reaches, and leftovers of crashes."""
+    """Throw away what no name, pin or open session reaches.
+
+    Leftovers of crashes go as well.
+    """
     from dataclasses import asdict
 
     from forkserve.store.collect import collect
 
     with at.open(write=True) as store, at.progress("gc") as show:
         found = asdict(collect(store.vault, grace_s=grace, dry_run=dry_run, progress=show))
-    text = f"{found['chunks']} chunks ({size(found['bytes'])}), {found['orphans']} orphans, "
-    text += f"{found['leftovers']} leftovers, {found['pins']} pins, {found['sessions']} sessions"
+    text = f"{counted(found['chunks'], 'chunk')} ({size(found['bytes'])})"
+    for what in ("orphan", "leftover", "pin", "session"):
+        text += f", {counted(found[f'{what}s'], what)}"
     at.say({**found, "dry_run": dry_run}, text + (" would go" if dry_run else " are gone"))
 
 
@@ -289,7 +299,7 @@ def _unpin(at: Where, what: str, owner: str) -> None:
 
     with at.open(write=True) as store:
         count = admin.unpin(store.catalog, what, owner)
-    at.say({"removed": count}, f"{count} pins removed")
+    at.say({"removed": count}, f"{counted(count, 'pin')} removed")
 
 
 @group.command("name")
@@ -298,7 +308,10 @@ def _unpin(at: Where, what: str, owner: str) -> None:
 @click.option("--remove", is_flag=True, help="Forget it; gc may take its chunks then.")
 @pass_where
 def _name(at: Where, name: str, to: str | None, remove: bool) -> None:
-    """Rename or remove the NAME of a state (`Engine.publish` gives names)."""
+    """Rename or remove the name of a state.
+
+    `Engine.publish` gives names.
+    """
     from forkserve.store.records import remove_name, rename
 
     if (to is None) == (not remove):
@@ -323,14 +336,19 @@ def _name(at: Where, name: str, to: str | None, remove: bool) -> None:
 def _export(
     at: Where, file: Path, what: tuple[str, ...], sessions: tuple[str, ...], force: bool
 ) -> None:
-    """Write named states (default: all) and whole sessions with their KV to one FILE.
+    """Write named states and whole sessions to one file.
 
-    A session goes with its tree, its commits and what was published of its rows.
+    Their KV goes with them. Without WHAT it is every named state. A session goes with its tree, its
+    commits and what was published of its rows.
     """
     from forkserve.store import admin
     from forkserve.store.bundle import export_bundle
 
     with at.open(write=True) as store, at.progress("export") as show:
+        if os.path.lexists(file) and not force:
+            raise StoreError(
+                f"{file} exists and was left as it is: give another file, or --force to overwrite"
+            )
         names, more = admin.sort_out(store.catalog, what)
         more += sessions
         done = export_bundle(store.vault, file, names, more, show, overwrite=force)
@@ -349,9 +367,10 @@ def _export(
 @click.option("--as", "as_session", metavar="NEWID", help="The id that its one session gets here.")
 @pass_where
 def _import(at: Where, file: Path, as_session: str | None) -> None:
-    """Take the states and sessions of a FILE in; a changed or cut file is refused as a whole.
+    """Take in the states and sessions of a file.
 
-    Sessions are taken in while no engine owns the store.
+    A changed or cut file is refused as a whole. Sessions are taken in while no engine owns the
+    store.
     """
     from forkserve.store import Store, admin
     from forkserve.store.bundle import has_sessions, import_bundle
@@ -369,6 +388,7 @@ def _import(at: Where, file: Path, as_session: str | None) -> None:
 def _say_bundle(at: Where, done: Any, verb: str) -> None:
     value = {"names": list(done.names), "sessions": list(done.sessions)}
     value |= {"chunks": done.chunks, "bytes": done.bytes}
-    text = f"{verb} {len(done.names)} states, {len(done.sessions)} sessions, {done.chunks} chunks"
-    text += f", {size(done.bytes)}"
+    counts = {"state": len(done.names), "session": len(done.sessions), "chunk": done.chunks}
+    text = ", ".join(counted(count, what) for what, count in counts.items())
+    text = f"{verb} {text}, {size(done.bytes)}"
     at.say(value, text)

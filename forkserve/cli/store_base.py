@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from forkserve.errors import ForkServeError
+from forkserve.cli import faults
 
 __all__ = ["Amount", "Group", "Progress", "Where", "argument", "pass_where"]
 
@@ -32,15 +32,8 @@ class Amount(click.FloatRange):
         return found
 
 
-class _Refusal(click.ClickException):
-    exit_code = 2
-
-
-class Group(click.Group):
-    """Errors of ours, and of the operating system, in one line.
-
-    An option of the group that stands behind a command is refused with its right place.
-    """
+class Group(faults.Group):
+    """An option of the group that stands behind a command is refused with its right place."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -56,8 +49,6 @@ class Group(click.Group):
                 f"{error.option_name}{value} {error.ctx.info_name}",
                 ctx=error.ctx,
             ) from error
-        except (ForkServeError, OSError) as error:
-            raise _Refusal(" ".join(str(error).split())) from error
 
 
 class _Argument(click.Argument):

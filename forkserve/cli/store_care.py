@@ -22,7 +22,7 @@ _LOOK_S = 0.5  # between two looks at how far a push is
 @click.option("--rate", type=Amount(min=1), help="Bytes a second.  [default: no limit]")
 @click.pass_context
 def _scrub(ctx: click.Context, most: int | None, rate: float | None) -> None:
-    """Hash a slice of what is stored, what was hashed longest ago first.
+    """Hash a slice of what is stored, the longest unseen first.
 
     Damaged chunks are set aside.  Exit code 1 if there was one.
     """
@@ -50,7 +50,10 @@ def _scrub(ctx: click.Context, most: int | None, rate: float | None) -> None:
 @click.option("--prometheus", is_flag=True, help="In the text format of Prometheus.")
 @pass_where
 def _stats(at: Where, prometheus: bool) -> None:
-    """Show what lies where, what waits, and totals since the store was made."""
+    """Show what lies where, what waits, and totals.
+
+    Totals count since the store was made.
+    """
     from forkserve.store import metrics
 
     with at.open() as store:
@@ -74,7 +77,7 @@ def _stats(at: Where, prometheus: bool) -> None:
 @click.command("doctor")
 @click.pass_context
 def _doctor(ctx: click.Context) -> None:
-    """Cross-check database and files without reading the chunks; say what is wrong.
+    """Cross-check database and files, without reading chunks.
 
     Exit code 1 if something is.  `verify` also hashes every byte.
     """
@@ -98,9 +101,10 @@ def _doctor(ctx: click.Context) -> None:
 @click.command("migrate")
 @pass_where
 def _migrate(at: Where) -> None:
-    """Bring the database to the version of this ForkServe; does nothing when it is there.
+    """Bring the database to the version of this ForkServe.
 
-    Opening a store for writing does the same.  A newer database is refused.
+    Does nothing when it is there. Opening a store for writing does the same. A newer database is
+    refused.
     """
     from forkserve.store.schema import VERSION, version_of
 
@@ -156,9 +160,10 @@ def _push(ctx: click.Context, wait: float) -> None:
 @click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="At most.")
 @click.pass_context
 def _decisions(ctx: click.Context, session: str | None, limit: int) -> None:
-    """List what was decided and why, and choose again between restore and prefill from the record.
+    """List what was decided and why, and decide again.
 
-    Exit code 1 if a choice does not come out the same.
+    The choice between restore and prefill is made once more from the record. Exit code 1 if a
+    choice does not come out the same.
     """
     from forkserve.store.decisions import decisions
 
@@ -185,11 +190,11 @@ def _decisions(ctx: click.Context, session: str | None, limit: int) -> None:
 @click.option("--as", "store_id", metavar="ID", help="The id that the lost database had.")
 @pass_where
 def _rebuild(at: Where, take: tuple[str, ...], store_id: str | None) -> None:
-    """Make the catalog's list of chunks again from the files alone, and those of --far.
+    """Make the list of chunks again from the files alone.
 
-    Sessions and names are only in the database: a lost one takes them with it.  In a further place
-    each store has a folder that is called as its id (`du` shows it); --as makes a new store the
-    owner of an old folder.
+    From those of --far as well. Sessions and names are only in the database: a lost one takes them
+    with it. In a further place each store has a folder that is called as its id (`du` shows it);
+    --as makes a new store the owner of an old folder.
     """
     from forkserve.store import Store, admin
     from forkserve.store.rebuild import rebuild

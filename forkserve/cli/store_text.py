@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
 from forkserve.cli.words import one_line, shortened
 
-__all__ = ["short", "size", "sound", "table", "tree_lines", "when"]
+__all__ = ["short", "size", "sound", "table", "token_ids", "tree_lines", "when"]
 
 _NAME = 40  # characters of a branch's name
 
@@ -22,6 +24,23 @@ def table(rows: list[dict[str, Any]], columns: dict[str, Callable[[Any], str]], 
     return "\n".join(
         "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells
     )
+
+
+def token_ids(text: str) -> list[int]:
+    """Ids from a JSON list, or from words between commas or spaces.  ValueError for others."""
+    try:
+        found = json.loads(text) if text.lstrip().startswith("[") else _words(text)
+    except (ValueError, RecursionError):  # lists in lists
+        raise ValueError(f"'{shortened(one_line(text), _NAME)}' is no list of token ids") from None
+    for one in found:
+        if type(one) is not int or not 0 <= one < 2**31:
+            raise ValueError(f"{shortened(str(one), _NAME)!r} is no token id")
+    return list(found)
+
+
+def _words(text: str) -> list[int | str]:
+    words = re.split(r"\s*,\s*|\s+", text.strip())
+    return [int(w) if re.fullmatch("[0-9]{1,10}", w) else w for w in words]
 
 
 def tree_lines(rows: list[dict[str, Any]]) -> list[str]:

@@ -43,9 +43,9 @@ def run_tree(*, as_json: bool) -> None:
 
 def _console() -> Console:
     """The screen; a file or a pipe has no width, so lines there are as long as they come."""
-    from rich.console import Console
+    from forkserve.cli.screen import Screen
 
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _NO_WIDTH
     return console

@@ -21,7 +21,7 @@ from typing import Any
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict
 
-from forkserve.errors import ConfigError, StoreError
+from forkserve.errors import StoreError
 from forkserve.store import faults
 from forkserve.store.bills import BillOf, bill_rows, enter_bills
 from forkserve.store.chunks import ChunkFault, Header, check_payload, parse_header
@@ -38,7 +38,7 @@ from forkserve.store.travel import (
 )
 from forkserve.store.travel_names import NameOf, check_name, enter_name, name_row
 from forkserve.store.vault import Vault
-from forkserve.values import text
+from forkserve.values import identifier
 
 __all__ = ["Bundle", "export_bundle", "has_sessions", "import_bundle"]
 
@@ -134,8 +134,7 @@ def export_bundle(
 def _check_target(target: Path, overwrite: bool) -> None:
     if os.path.lexists(target) and not overwrite:
         raise StoreError(
-            f"{target} exists and was left as it is: give another file, or ask for it to be "
-            "overwritten (--force, overwrite=True)"
+            f"{target} exists and was left as it is: give another file, or overwrite=True"
         )
 
 
@@ -219,8 +218,8 @@ def import_bundle(
     here for another text, OSError when the disk fails (nothing of it is visible then), ConfigError
     for what is no id.
     """
-    if as_session is not None and not text("as_session", as_session):
-        raise ConfigError("as_session='' is no id: leave it away, or give the session one")
+    if as_session is not None:
+        identifier("as_session", as_session)
     manifest = _check(vault, source, progress, as_session)
     faults.reach("import.checked")
     pending: list[tuple[Header, bytes]] = []

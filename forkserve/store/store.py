@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, Never, get_args
 
 from forkserve.errors import ConfigError, StoreError
+from forkserve.store import codecs
 from forkserve.store.behind import WriteBehind
 from forkserve.store.budget import Budget
 from forkserve.store.catalog import Catalog, Role
@@ -95,6 +96,7 @@ class Store:
                 f"format={format!r} is lossy: what it stores is given to engines with lossy=True "
                 "alone; say that as well, or take raw or zstd"
             )
+        codecs.require(format)
         if isinstance(far, str) or not isinstance(far, Sequence):
             raise ConfigError(f"far={far!r} must be a list of places: far=['s3://bucket/prefix']")
         if (write_behind or far_bytes is not None) and not far:
@@ -128,11 +130,12 @@ class Store:
         self.failures: Counter[str] = Counter()
         self.last_failure = ""
         try:
-            if role != "reader":
-                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             places = [depot_at(one) if isinstance(one, str) else one for one in far]
             near = disk or LocalDepot(self.folder / "chunks", create=False)
             _distinct([near, *places])
+            # Last of all: a wrong argument leaves nothing behind.
+            if role != "reader":
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(f"cannot use {self.folder} as a store: {error}") from error
         self.catalog = Catalog(self.folder, role, full_sync=full_sync, force=force)

@@ -203,6 +203,12 @@ def test_unwritable_state_spoils_nothing(
     result = run("demo", "--backend", "mock")
     assert result.exit_code == 0
     assert "could not be kept" in result.stdout
+    assert "forkserve tree" not in result.stdout  # which would find nothing
+
+
+def test_the_tree_is_offered_where_it_was_kept(run: Run) -> None:
+    assert "See the tree of this run: forkserve tree\n" in run("demo", "--backend", "mock").stdout
+    assert run("tree").exit_code == 0
 
 
 def refused(run: Run, *arguments: str) -> str:

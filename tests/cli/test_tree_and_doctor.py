@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.cells import cell_len
 
 import forkserve
@@ -244,6 +245,32 @@ def test_doctor_knows_the_extras_of_the_store(run: Run, monkeypatch: pytest.Monk
     assert install_extra("store") in found["advice"]
 
 
+@pytest.mark.usefixtures("quick")
+def test_doctor_knows_the_extras_of_the_adapters(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    gone = ("langgraph", "langchain", "langchain_core")
+
+    def find(name: str) -> Any:
+        if name == "openhands.sdk":
+            raise ModuleNotFoundError(name)
+        return None if name in gone else there(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    found = json.loads(run("doctor", "--json").stdout)
+    assert {"langgraph", "langchain", "langchain-core", "openhands-sdk"} <= set(found["versions"])
+    assert found["missing"]["langgraph"] == ["langgraph", "langchain", "langchain_core"]
+    assert found["missing"]["langchain"] == ["langchain_core"]
+    assert found["missing"]["openhands"] == ["openhands.sdk"]
+    assert {install_extra("langgraph"), install_extra("langchain")} <= set(found["advice"])
+
+    monkeypatch.setattr(doctor, "_PYTHON", {"openhands": (9, 1)})  # pip would install nothing
+    shown = run("doctor").stdout
+    assert "incomplete: openhands.sdk; needs Python 9.1 or newer" in shown
+    assert install_extra("openhands") not in shown
+    monkeypatch.setattr(doctor, "_PYTHON", {})
+    assert install_extra("openhands") in run("doctor").stdout
+
+
 # --- the group --------------------------------------------------------------------------------
 
 
@@ -252,6 +279,15 @@ def test_help_and_version(run: Run) -> None:
     assert shown.exit_code == 0
     assert all(name in shown.stdout for name in ("demo", "tree", "doctor"))
     assert forkserve.__version__ in run("--version").stdout
+
+
+@pytest.mark.parametrize("words", [(), ("store",)])
+def test_a_summary_fits_its_line(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(main, [*words, "--help"], terminal_width=80).stdout
+    lines = shown.partition("Commands:\n")[2].splitlines()
+    assert len(lines) >= 5
+    assert [line for line in lines if line.endswith("...") or len(line) > 80] == []
 
 
 @pytest.mark.parametrize("name", ["demo", "tree", "doctor"])

@@ -40,6 +40,19 @@ class Caller:
             self.act()
 
 
+@pytest.mark.parametrize("wrong", ["", "a/../b\n", "\x1b[31m", "\0", "a" * 513])
+def test_a_session_id_that_no_list_can_show_is_refused(wrong: str) -> None:
+    with engine() as eng:
+        with pytest.raises(
+            ConfigError, match=r"session=.* is no id: 1 to 512 printable characters"
+        ):
+            eng.open(PROMPT, session=wrong)
+        with pytest.raises(ConfigError, match="is no id"):
+            eng.session(PROMPT, session=wrong)
+        assert eng.open(PROMPT).id == "s1", "nothing was opened"
+        assert eng.open(PROMPT, session="users/7 é").id == "users/7 é"
+
+
 def test_sampling_params_of_the_wrong_type() -> None:
     for wrong in (
         {"stop": (1,)},

@@ -145,7 +145,7 @@ def test_links_resolve(page: Path) -> None:
 
 # --- programs ---------------------------------------------------------------------------------
 # A line `<!-- run: no -->` right above a block says that it is a fragment; `<!-- run: model -->`
-# that it needs SmolLM2.  All others run on the mock, in order, in one namespace.
+# that it needs SmolLM2.  All others run on the mock, each alone.
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,8 @@ def run_blocks(chosen: list[Block], folder: Path) -> None:
 def test_readme_programs_run_on_the_mock(tmp_path: Path) -> None:
     chosen = [block for block in blocks(README) if block.how == "mock"]
     assert chosen, "README.md shows no program"
-    run_blocks(chosen, tmp_path)
+    for block in chosen:  # each alone: a reader copies one
+        run_blocks([block], tmp_path)
 
 
 @pytest.mark.model

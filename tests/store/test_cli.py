@@ -69,7 +69,7 @@ def test_show_and_lookup(folder: Path, tmp_path: Path) -> None:
     assert ask(folder, "lookup", f"@{path}", "--salt", "acme")[0]["tokens"] == 512
     assert ask(folder, "lookup", f"@{path}", code=1)[0]["tokens"] == 0
     assert run(folder, "lookup", "1,2,3", code=1)
-    assert "not a list" in run(folder, "lookup", "one", code=2).output
+    assert "is no token id" in run(folder, "lookup", "one", code=2).output
 
 
 def test_verify_finds_damage_once(folder: Path) -> None:
@@ -115,7 +115,7 @@ def test_pins_names_and_garbage(folder: Path) -> None:
 
 def test_export_and_import(folder: Path, tmp_path: Path) -> None:
     assert ask(folder, "export", tmp_path / "b", "case-17")["chunks"] == 2
-    assert "imported 1 states" in run(tmp_path / "new", "import", tmp_path / "b").output
+    assert "imported 1 state," in run(tmp_path / "new", "import", tmp_path / "b").output
     assert ask(tmp_path / "new", "ls")["names"][0]["stored"] == 512
     (tmp_path / "b").write_bytes(b"no tar")
     assert "not a bundle" in run(tmp_path / "new", "import", tmp_path / "b", code=2).output

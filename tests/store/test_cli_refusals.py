@@ -231,12 +231,38 @@ def test_an_option_behind_its_command_is_told_its_place(words: list[str], right:
     assert "before the command" not in unknown.output
 
 
-@pytest.mark.parametrize("text", ["1.9,2", "true", '"1"', "1,-1", "2147483648", "null", "[1]"])
+@pytest.mark.parametrize(
+    "text",
+    ["1.9,2", "true", '"1"', "1,-1", "2147483648", "null", "1,,2", "", "[[1]]", "[true]", "1,x"],
+)
 def test_token_ids_are_whole_numbers(tmp_path: Path, bundle: Path, text: str) -> None:
-    assert "is no token id" in run(tmp_path / "source", "lookup", text, code=2).output
+    said = run(tmp_path / "source", "lookup", text, code=2).output
+    assert "is no token id" in said
+    assert "give ids with commas or spaces (1,2,3), a JSON list ([1, 2, 3]), or @FILE" in said
+
+
+@pytest.mark.parametrize("text", ['{"ids": [1]}', "[1,", "[" * 100_000])
+def test_a_file_without_token_ids_is_told_what_it_may_hold(
+    tmp_path: Path, bundle: Path, text: str
+) -> None:
     path = tmp_path / "ids"
-    path.write_text(json.dumps({"ids": [1]}))
-    assert "no list" in run(tmp_path / "source", "lookup", f"@{path}", code=2).output
+    path.write_text(text)
+    said = run(tmp_path / "source", "lookup", f"@{path}", code=2).output
+    assert re.search("is no (list of token ids|token id); give ids with", said)
+    assert len(said.splitlines()[-1]) < 250
+
+
+@pytest.mark.parametrize("form", ["{}", "[{}]", " [{}]\n"])
+@pytest.mark.parametrize("between", [",", ", ", " , "])
+def test_token_ids_may_be_a_json_list_or_words(
+    tmp_path: Path, bundle: Path, form: str, between: str
+) -> None:
+    text = form.format(between.join(map(str, PROMPT)))
+    (tmp_path / "ids").write_text(text)
+    for given in (text, f"@{tmp_path / 'ids'}"):
+        assert ask(tmp_path / "source", "lookup", given)[0]["tokens"] == 512
+    spaces = " ".join(map(str, PROMPT))
+    assert ask(tmp_path / "source", "lookup", spaces)[0]["tokens"] == 512
 
 
 def test_a_pin_is_never_shortened(tmp_path: Path, bundle: Path) -> None:

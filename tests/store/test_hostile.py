@@ -53,6 +53,7 @@ from .test_cli import ask, run
         {"far": [3]},
         {"far": [""]},
         {"far": ["http://host/x"]},
+        {"far": ["gs://bucket"]},
         {"far": ["a", "b"]},  # both would be called "far", and one would hide the other
         {"far": ["states/chunks"]},
         {"encrypt": ""},
@@ -68,6 +69,7 @@ def test_options_that_make_no_sense_are_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError):
         Store("states", **options)
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
     Store("states").close()
 
 

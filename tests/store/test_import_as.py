@@ -110,7 +110,7 @@ def test_a_sealed_session_is_sealed_anew_for_its_new_id(
         eng.shutdown()
 
 
-@pytest.mark.parametrize("wrong", ["", "half a pair: \ud800", 5, b"x"])
+@pytest.mark.parametrize("wrong", ["", "half a pair: \ud800", "a\n", "a" * 513, 5, b"x"])
 def test_what_is_no_id_is_refused(tmp_path: Path, wrong: Any) -> None:
     traveller(tmp_path / "from")
     file = bundle_of(tmp_path / "from", tmp_path / "bundle")

@@ -87,7 +87,7 @@ def test_a_session_and_a_name_travel_together_by_the_command(tmp_path: Path) -> 
     eng.shutdown()
     found = ask(folder, "export", file, "state", "a")
     assert (found["names"], found["sessions"]) == (["state"], ["a"])
-    assert "1 states, 1 sessions, 3 chunks" in run(to, "import", file).output
+    assert "1 state, 1 session, 3 chunks" in run(to, "import", file).output
     assert [s["session"] for s in ask(to, "ls")["sessions"]] == ["a"]
     assert "say --session" in run(folder, "export", tmp_path / "c", "b", code=2).output
     assert ask(folder, "export", tmp_path / "c", "--session", "b")["sessions"] == ["b"]

@@ -18,7 +18,7 @@ from forkserve.adapters.langgraph.registry import Registry
 from forkserve.adapters.langgraph.state import Ref, field
 from forkserve.adapters.langgraph.sweeper import Sweeper
 from forkserve.api import Engine
-from forkserve.errors import AdapterError
+from forkserve.errors import AdapterError, ConfigError
 from forkserve.prompt_text import PromptText
 from forkserve.session import Prompt
 from forkserve.types import Tokens
@@ -52,6 +52,8 @@ class ForkServe:
         keep: int = 64,
         stream_stats: bool = True,
     ) -> None:
+        if not isinstance(engine, Engine):
+            raise ConfigError(f"ForkServe needs an Engine, not {type(engine).__name__}")
         self.engine = engine
         self._registry = Registry(engine, keep)
         self._sweeper = Sweeper(self._registry)

@@ -24,9 +24,16 @@ from forkserve.adapters.langgraph import (
     ForkServe,
 )
 from forkserve.adapters.langgraph.state import Ref, TipChannel, merge_refs
-from forkserve.errors import AdapterError
+from forkserve.errors import AdapterError, ConfigError
 
 from .graphs import PROMPT, START_STATE, THREAD, State, one, spine_only
+
+
+@pytest.mark.parametrize("wrong", [None, "engine", 5])
+def test_what_is_no_engine_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"needs an Engine, not {type(wrong).__name__}"):
+        ForkServe(wrong)
+
 
 # ------------------------------------------------------------------ callables
 
