@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from forkserve.adapters.langgraph import turns
 from forkserve.adapters.langgraph.branch import NodeBranch
 from forkserve.adapters.langgraph.registry import Live, Registry
 from forkserve.adapters.langgraph.state import Ref, checked
@@ -162,6 +163,7 @@ def apply(registry: Registry, here: NodeBranch) -> None:
         Branch(live.session, node, pinned=True).attempt()
         registry.engine.promote(live.session.id, node)
         registry.count["committed"] += 1
+        turns.moved(here._run, live, registry.ref(live, node))
         path = registry.engine.tree(live.session.id).get(node)
         for member in (path, *path.ancestors()):
             fork = live.forks.get(member.id)

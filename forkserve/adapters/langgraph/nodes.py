@@ -34,7 +34,7 @@ from langgraph.runtime import Runtime
 
 from forkserve import aio
 from forkserve.adapters.langchain.current import running
-from forkserve.adapters.langgraph import joins
+from forkserve.adapters.langgraph import joins, turns
 from forkserve.adapters.langgraph.branch import NodeBranch
 from forkserve.adapters.langgraph.output import merge_output, save_tip
 from forkserve.adapters.langgraph.registry import Live, Registry, Run
@@ -176,8 +176,14 @@ class Nodes:
             chosen = role
         else:
             chosen = "branch" if push or sent is not None else "trunk"
-        live, base = self._resolve(run, ref, state, read)
-        continues = 0 if push or ref is None else ref["branch"]
+        nested = "|" in str(metadata.get("langgraph_checkpoint_ns", ""))
+        step = None if nested else int(metadata.get("langgraph_step", 0))
+        tip = field(state, "fork_tip") or (field(read(), "fork_tip") if read is not None else None)
+        stale = (
+            kind == "node" and ref is not None and turns.before(self._registry, run, ref, tip, step)
+        )
+        live, base = self._resolve(run, ref, state, read, stale)
+        continues = 0 if push or ref is None or stale else ref["branch"]
         first = push or (sent is not None and not sent.get("branch"))
         text = field(state, "fork_text") if first else None
         fork = self._registry.fork(run, info.task_id, live, base, name, text or ())
@@ -202,11 +208,18 @@ class Nodes:
         return here.base if here.role == "join" else here.ref
 
     def _resolve(
-        self, run: Run, ref: Ref | None, state: Any, read: Callable[[], Any] | None
+        self,
+        run: Run,
+        ref: Ref | None,
+        state: Any,
+        read: Callable[[], Any] | None,
+        stale: bool,
     ) -> tuple[Live, Ref]:
-        """The live node that a ref names, or a new session."""
+        """The live node that a ref names; for a stale one where the turn begins; a new session."""
         registry = self._registry
         live = registry.find(ref) if ref is not None else None
+        if ref is not None and stale:
+            return turns.begin(registry, run, ref, self._render(_rendered(state, read)))
         if live is not None and ref is not None:
             tree = registry.engine.tree(live.session.id)
             node = tree.get(ref["node"])
@@ -254,10 +267,12 @@ class Nodes:
             branch.attempt()
             extra = {"fork_tip": branch.ref}
             branch.promote()
+            turns.moved(call.run, call.live, branch.ref)
             fork.phase = "done"
             registry.count["committed"] += 1
         else:  # it added nothing
             extra = {"fork_tip": branch.base}
+            turns.moved(call.run, call.live, branch.base)
             registry.abort(call.live, fork.node)
         if call.kind == "entrypoint":
             extra = {"fork_tip": self._trunk(call)}

@@ -23,7 +23,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 from uuid import uuid4
 
+from forkserve.adapters.langgraph import turns
 from forkserve.adapters.langgraph.state import Ref, checked
+from forkserve.adapters.langgraph.turns import Place, Turn
 from forkserve.api import Engine
 from forkserve.branch import Branch
 from forkserve.engine.prompting import render_prompt
@@ -49,6 +51,7 @@ class Live:
         self.forks: dict[int, Fork] = {}  # undecided ones, by their first node
         self.hints: dict[int, int] = {}  # speculated nodes that nobody claimed -> their parent
         self.users = 0  # runs under way
+        self.tip: Place | None = None  # where a run of its thread last left the trunk
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +74,7 @@ class Run:
 
     key: str
     thread: str | None = None
+    turn: Turn | None = None
     interrupted: bool = False
     ended: bool = False
     touched: dict[str, Live] = field(default_factory=dict)
@@ -95,6 +99,7 @@ class Registry:
         self.lock = threading.RLock()
         self.sessions: OrderedDict[str, Live] = OrderedDict()  # oldest first
         self.tasks: dict[str, Fork] = {}
+        self.turns: dict[str, Turn] = {}  # of threads that wait to be resumed
         self.engine_id, self._gens = _ids.setdefault(engine, (uuid4().hex[:8], [0]))
 
     # ---------------------------------------------------------------- refs
@@ -131,7 +136,7 @@ class Registry:
         A session of the run's thread that began with this prompt is taken again.  AdapterError when
         the run has ended meanwhile: nobody would close what it opens.
         """
-        ids = self._ids(prompt)
+        ids = self.ids(prompt)
         key = (*why, tuple(ids))
         with self.lock:
             _require_running(run)
@@ -173,6 +178,8 @@ class Registry:
             for fork in list(live.forks.values()):
                 self._forget(fork)
             live.session.close()
+            if not any(other.home == live.home for other in self.sessions.values()):
+                self.turns.pop(live.home.removeprefix("thread:"), None)
 
     def forget_thread(self, thread: str) -> int:
         """Close the sessions of a thread; returns how many."""
@@ -187,7 +194,8 @@ class Registry:
         for live in idle[: max(len(self.sessions) - self.keep, 0)]:
             self.close(live)
 
-    def _ids(self, prompt: Prompt) -> Tokens:
+    def ids(self, prompt: Prompt) -> Tokens:
+        """A prompt as token ids."""
         tokenizer = self.engine.backend.tokenizer
         if isinstance(prompt, str):
             return tokenizer.encode(prompt)
@@ -305,10 +313,11 @@ class Registry:
                     elif fork.phase == "done":
                         self._forget(fork)
                     else:
-                        self._sweep(live, fork.node)
+                        self.sweep(live, fork.node)
             if not resumable:
                 for live, node in run.scratch:
-                    self._sweep(live, node)
+                    self.sweep(live, node)
+            turns.end(self, run, resumable=resumable)
             for live in list(run.touched.values()):
                 if live.home == f"run:{run.key}":
                     self.close(live)
@@ -327,7 +336,7 @@ class Registry:
             self.engine.mark_idle(fork.live.session.id, tip, self.engine.config.ttl_max_s)
         self.count["kept"] += 1
 
-    def _sweep(self, live: Live, node: int) -> None:
+    def sweep(self, live: Live, node: int) -> None:
         """Abort what is left, unless it has become part of the main line."""
         with suppress(NodeError, SessionError):
             before = self.count["aborted"]

@@ -188,8 +188,8 @@ def test_a_node_that_returns_its_whole_state_does_not_undo_the_tip(fs: ForkServe
         return {**state, "out": []}
 
     graph = one(fs, node)
-    graph.invoke(START_STATE, THREAD)
-    result = graph.invoke(START_STATE, THREAD)
+    tip = graph.invoke(START_STATE, THREAD)["fork_tip"]
+    result = graph.invoke({**START_STATE, "fork_tip": tip}, THREAD)
     assert fs.text(result["fork_tip"]) == PROMPT + "said said "
 
 
