@@ -48,6 +48,7 @@ from forkserve.types import JoinPolicy, SamplingParams, Tokens, derive_seed
 
 if TYPE_CHECKING:
     from forkserve.api import Engine
+    from forkserve.handle import SessionHandle
 
 __all__ = ["AsyncStream", "Branch", "Prompt", "Reply", "Session", "Stream"]
 
@@ -70,7 +71,16 @@ class Session(Speaker):
     def __init__(
         self, engine: Engine, prompt: Prompt, *, prefill: bool = False, **options: Any
     ) -> None:
-        handle = engine.open(_prompt(engine, prompt), prefill=prefill, **options)
+        self._hold(engine, engine.open(_prompt(engine, prompt), prefill=prefill, **options))
+
+    @classmethod
+    def _of(cls, engine: Engine, handle: SessionHandle) -> Session:
+        """The object around a session that is open already."""
+        session = cls.__new__(cls)
+        session._hold(engine, handle)
+        return session
+
+    def _hold(self, engine: Engine, handle: SessionHandle) -> None:
         self.engine = engine
         self.id = handle.id
         self._handle = handle

@@ -28,7 +28,7 @@ __all__ = ["ForkServe"]
 F = TypeVar("F", bound=Callable[..., Any])
 _COUNTERS = (
     *("opened", "reopened", "forks", "sealed", "committed"),
-    *("aborted", "swept", "kept", "copied", "turns"),
+    *("aborted", "swept", "kept", "copied", "turns", "resumed"),
 )
 G = TypeVar("G", bound="Pregel[Any, Any, Any, Any]")
 
@@ -198,7 +198,8 @@ class ForkServe:
     def stats(self) -> dict[str, int]:
         """What happened so far, and what is remembered now.
 
-        opened, reopened, forks, sealed, committed, aborted, swept, kept, copied, turns: counters.
+        opened, reopened, forks, sealed, committed, aborted, swept, kept, copied, turns,
+        resumed: counters.
         sessions, undecided, running: sizes of the adapter's maps.
         """
         with self._registry.lock:

@@ -178,9 +178,12 @@ def _drop(registry: Registry, here: NodeBranch, ref: Ref) -> None:
     live = registry.find(ref)
     if live is None:
         return
-    fork = live.forks.get(ref["branch"] or ref["node"])
-    if fork is not None and (
-        fork.run is here._run or (fork.run is None and fork.thread == here._run.thread)
-    ):
+    node = ref["branch"] or ref["node"]
+    fork = live.forks.get(node)
+    if fork is not None:
+        ours = fork.run is here._run or (fork.run is None and fork.thread == here._run.thread)
+    else:  # sealed by another process
+        ours = node in live.stored and live.home == here._run.home
+    if ours:
         with suppress(NodeError):
-            registry.abort(live, fork.node)
+            registry.abort(live, node)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,10 +40,13 @@ from forkserve.adapters.langgraph.branch import NodeBranch
 from forkserve.adapters.langgraph.output import merge_output, save_tip
 from forkserve.adapters.langgraph.registry import Live, Registry, Run
 from forkserve.adapters.langgraph.state import Ref, field, is_ref
+from forkserve.adapters.langgraph.stored import revive
 from forkserve.adapters.langgraph.sweeper import Sweeper
 from forkserve.branch import Branch
 from forkserve.errors import AdapterError, NodeError
 from forkserve.session import Prompt
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["Nodes", "Parent", "Role"]
 
@@ -144,7 +148,7 @@ class Nodes:
         config: RunnableConfig,
         runtime: Runtime[Any],
     ) -> Call:
-        began = time.perf_counter()
+        began, registry = time.perf_counter(), self._registry
         metadata = config.get("metadata", {})
         name = str(metadata.get("langgraph_node", "node"))
         run = self._sweeper.runs.get(getattr(config.get("callbacks"), "parent_run_id", None))  # type: ignore[arg-type]
@@ -178,18 +182,21 @@ class Nodes:
             chosen = "branch" if push or sent is not None else "trunk"
         nested = "|" in str(metadata.get("langgraph_checkpoint_ns", ""))
         step = None if nested else int(metadata.get("langgraph_step", 0))
-        tip = field(state, "fork_tip") or (field(read(), "fork_tip") if read is not None else None)
-        stale = (
-            kind == "node" and ref is not None and turns.before(self._registry, run, ref, tip, step)
-        )
+
+        def tip() -> Any:
+            return field(state, "fork_tip") or (read is not None and field(read(), "fork_tip"))
+
+        if ref is not None:
+            revive(registry, run, ref)
+        stale = kind == "node" and ref is not None and turns.before(registry, run, ref, tip, step)
         live, base = self._resolve(run, ref, state, read, stale)
         continues = 0 if push or ref is None or stale else ref["branch"]
         first = push or (sent is not None and not sent.get("branch"))
         text = field(state, "fork_text") if first else None
-        fork = self._registry.fork(run, info.task_id, live, base, name, text or ())
+        fork = registry.fork(run, info.task_id, live, base, name, text or ())
         fork.branch = continues
         branch = NodeBranch(
-            self._registry,
+            registry,
             run,
             fork,
             role=chosen,
@@ -235,6 +242,17 @@ class Nodes:
         live = registry.open(run, prompt, why)
         if ref is not None and registry.count["opened"] > before:
             registry.count["reopened"] += 1
+            _log.warning(
+                "session '%s' of thread '%s' is gone, and no store of this engine has it: its %d "
+                "tokens are replaced by the %d that the state renders to, and what nodes generated "
+                "or appended and the state does not hold is lost",
+                *(
+                    ref["session"],
+                    run.thread,
+                    ref["length"],
+                    len(live.session.branch(1).full_tokens),
+                ),
+            )
         return live, registry.ref(live, live.session.branch(1).id)
 
     # ---------------------------------------------------------------- leaving

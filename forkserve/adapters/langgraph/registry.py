@@ -52,6 +52,7 @@ class Live:
         self.hints: dict[int, int] = {}  # speculated nodes that nobody claimed -> their parent
         self.users = 0  # runs under way
         self.tip: Place | None = None  # where a run of its thread last left the trunk
+        self.stored: dict[int, int] = {}  # nodes that came out of a store -> their length then
 
 
 @dataclass(eq=False, slots=True)
@@ -120,7 +121,11 @@ class Registry:
         """The session of a ref whose node lives; None for a foreign or a dead one."""
         with self.lock:
             live = self.sessions.get(checked(ref)["session"])
-            if live is None or ref["engine"] != self.engine_id or ref["gen"] != live.gen:
+            if live is None:
+                return None
+            ours = ref["engine"] == self.engine_id and ref["gen"] == live.gen
+            # An earlier engine's node that was not stored: its number may mean another one now.
+            if not ours and ref["length"] > live.stored.get(ref["node"], 0):
                 return None
             self.sessions.move_to_end(ref["session"])
         if live.session.closed:
@@ -144,9 +149,7 @@ class Registry:
             if live is not None and not live.session.closed:
                 run.opened[key] = live
                 return live
-            self._gens[0] += 1
-            gen = self._gens[0]
-            seed = derive_seed(self.engine.config.seed, "langgraph", gen)
+            gen, seed = self.next_gen()
             name = f"langgraph-{self.engine_id}-{gen}"
             live = Live(Session(self.engine, ids, session=name, seed=seed), gen, run.home, seed)
             self.sessions[name] = run.opened[key] = live
@@ -154,6 +157,12 @@ class Registry:
             self.touch(run, live)
             self._shrink()
             return live
+
+    def next_gen(self) -> tuple[int, int]:
+        """A number that no session of this engine had, and the seed that goes with it."""
+        with self.lock:
+            self._gens[0] += 1
+            return self._gens[0], derive_seed(self.engine.config.seed, "langgraph", self._gens[0])
 
     def _begun(self, run: Run, ids: Tokens) -> Live | None:
         for live in reversed(self.sessions.values()) if run.thread is not None else ():

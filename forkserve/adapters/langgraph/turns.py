@@ -8,6 +8,7 @@ What that shares with the trunk is shared in the tree, and what it hasn't goes i
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import field as made_by
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,9 @@ from forkserve.tree.tree import lcp
 if TYPE_CHECKING:
     from forkserve.adapters.langgraph.registry import Live, Registry, Run
 
-__all__ = ["Place", "Turn", "before", "begin", "end", "moved", "place", "told"]
+__all__ = ["NAME", "Place", "Turn", "before", "begin", "end", "moved", "place", "told"]
 
+NAME = "turn"  # of the nodes that turns begin with; a store keeps it
 Place = tuple[str, str, int, int, int]
 
 
@@ -66,12 +68,14 @@ def moved(run: Run, live: Live, ref: Ref) -> None:
         run.turn.tips.add(live.tip)
 
 
-def before(registry: Registry, run: Run, ref: Ref, tip: Any, step: int | None) -> bool:
+def before(
+    registry: Registry, run: Run, ref: Ref, tip: Callable[[], Any], step: int | None
+) -> bool:
     """Whether a ref is the end of the thread's trunk from before the turn.
 
     An older place, that a node or a Send chose, is meant as it is.
-    tip: ``fork_tip`` of the state.  step: of the node in its graph; None inside a subgraph, which
-    counts its own.
+    tip: reads ``fork_tip`` of the state.  step: of the node in its graph; None inside a subgraph,
+    which counts its own.
     """
     with registry.lock:
         turn = run.turn
@@ -84,7 +88,10 @@ def before(registry: Registry, run: Run, ref: Ref, tip: Any, step: int | None) -
         live = registry.find(ref)
         if live is None or live.home != run.home or place(ref) in turn.tips:
             return False
-        return place(ref) == live.tip or (is_ref(tip) and place(ref) == place(tip))
+        if place(ref) == live.tip:
+            return True
+        here = tip()
+        return is_ref(here) and place(ref) == place(here)
 
 
 def begin(registry: Registry, run: Run, tip: Ref, prompt: Prompt) -> tuple[Live, Ref]:
@@ -124,7 +131,7 @@ def _shared(
     if shared < 1:
         return None
     registry.touch(run, live)
-    base = engine.fork(session, node.id, "turn", ids[shared:].tolist(), at=shared)
+    base = engine.fork(session, node.id, NAME, ids[shared:].tolist(), at=shared)
     engine.attempt(session, base)  # the first node that commits above it brings it to the main line
     found = live, registry.ref(live, base)
     assert run.turn is not None
