@@ -28,7 +28,7 @@ __all__ = ["ForkServe"]
 F = TypeVar("F", bound=Callable[..., Any])
 _COUNTERS = (
     *("opened", "reopened", "forks", "sealed", "committed"),
-    *("aborted", "swept", "kept", "copied", "turns", "resumed"),
+    *("aborted", "swept", "kept", "copied", "turns", "resumed", "unchosen"),
 )
 G = TypeVar("G", bound="Pregel[Any, Any, Any, Any]")
 
@@ -199,8 +199,9 @@ class ForkServe:
         """What happened so far, and what is remembered now.
 
         opened, reopened, forks, sealed, committed, aborted, swept, kept, copied, turns,
-        resumed: counters.
-        sessions, undecided, running: sizes of the adapter's maps.
+        resumed, unchosen (sealed, and nobody's choice when their run ended): counters.
+        sessions, undecided (nodes that run, or that nobody has chosen yet), running: sizes of the
+        adapter's maps.
         """
         with self._registry.lock:
             return {

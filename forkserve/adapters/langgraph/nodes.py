@@ -187,7 +187,7 @@ class Nodes:
             return field(state, "fork_tip") or (read is not None and field(read(), "fork_tip"))
 
         if ref is not None:
-            revive(registry, run, ref)
+            revive(registry, run, ref, step)
         stale = kind == "node" and ref is not None and turns.before(registry, run, ref, tip, step)
         live, base = self._resolve(run, ref, state, read, stale)
         continues = 0 if push or ref is None or stale else ref["branch"]
@@ -270,6 +270,8 @@ class Nodes:
         extra: dict[str, Any] = {}
         if branch.role == "join":
             joins.apply(registry, branch)
+            if branch._decision is None and field(branch.state, "fork_refs"):
+                call.run.idle_joins.add(branch.name)
             registry.abort(call.live, fork.node)
         elif branch.role == "branch":
             branch.attempt()

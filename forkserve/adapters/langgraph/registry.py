@@ -15,6 +15,7 @@ until its session is the oldest of more than `keep`.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -32,6 +33,8 @@ from forkserve.engine.prompting import render_prompt
 from forkserve.errors import AdapterError, ForkServeError, NodeError, SessionError
 from forkserve.session import Prompt, Session
 from forkserve.types import NodeMode, Tokens, derive_seed
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["Fork", "Live", "Registry", "Run"]
 
@@ -81,6 +84,7 @@ class Run:
     touched: dict[str, Live] = field(default_factory=dict)
     opened: dict[tuple[object, ...], Live] = field(default_factory=dict)
     scratch: list[tuple[Live, int]] = field(default_factory=list)  # children that nodes left behind
+    idle_joins: set[str] = field(default_factory=set)  # that had branches and decided nothing
 
     @property
     def home(self) -> str:
@@ -308,6 +312,7 @@ class Registry:
             resumable = run.thread is not None and (run.interrupted or failed)
             for live in run.touched.values():
                 live.users -= 1
+            unchosen = 0
             ours: list[Live] = []
             if run.touched:  # update_state is a run too, of the edge functions alone
                 ours = [live for live in self.sessions.values() if live.home == run.home]
@@ -322,10 +327,19 @@ class Registry:
                     elif fork.phase == "done":
                         self._forget(fork)
                     else:
+                        unchosen += fork.phase == "sealed"
                         self.sweep(live, fork.node)
             if not resumable:
                 for live, node in run.scratch:
                     self.sweep(live, node)
+            self.count["unchosen"] += unchosen
+            if unchosen and run.idle_joins:
+                _log.warning(
+                    "%d branches were aborted at the end of the run with their text: join '%s' "
+                    "decided nothing; let it return commit_winner, join or join_text",
+                    unchosen,
+                    "', '".join(sorted(run.idle_joins)),
+                )
             turns.end(self, run, resumable=resumable)
             for live in list(run.touched.values()):
                 if live.home == f"run:{run.key}":

@@ -6,7 +6,7 @@ import logging
 
 from forkserve.adapters.langgraph.registry import Live, Registry, Run
 from forkserve.adapters.langgraph.state import Ref, checked
-from forkserve.adapters.langgraph.turns import NAME, Turn
+from forkserve.adapters.langgraph.turns import Turn, unfinished
 from forkserve.errors import SessionError, StoreError
 from forkserve.session import Session
 
@@ -15,10 +15,11 @@ __all__ = ["revive"]
 _log = logging.getLogger(__name__)
 
 
-def revive(registry: Registry, run: Run, ref: Ref) -> None:
+def revive(registry: Registry, run: Run, ref: Ref, step: int | None) -> None:
     """Bring a ref's session back, if it is closed here and the engine's store has it.
 
     A session belongs to a thread; a run without one would end it, and leaves it alone.
+    step: of the node in its graph; None inside a subgraph.
     """
     engine, name = registry.engine, checked(ref)["session"]
     if engine.store is None or run.thread is None:
@@ -42,10 +43,5 @@ def revive(registry: Registry, run: Run, ref: Ref) -> None:
         registry.count["resumed"] += 1
         registry.touch(run, live)
         node = tree.nodes.get(ref["node"])
-        if run.turn is None and node is not None:
-            path = {node.id, *(above.id for above in node.ancestors())}
-            if any(
-                later.branch == NAME and later.id not in path and later.id > node.id
-                for later in tree
-            ):
-                run.turn = Turn()  # the other process ended in a turn, and the ref is from before
+        if run.turn is None and node is not None and unfinished(tree, node, step):
+            run.turn = Turn()

@@ -21,10 +21,11 @@ from forkserve.tree.tree import lcp
 
 if TYPE_CHECKING:
     from forkserve.adapters.langgraph.registry import Live, Registry, Run
+    from forkserve.tree.node import Node
+    from forkserve.tree.tree import ContextTree
 
-__all__ = ["NAME", "Place", "Turn", "before", "begin", "end", "moved", "place", "told"]
+__all__ = ["Place", "Turn", "before", "begin", "end", "moved", "place", "told", "unfinished"]
 
-NAME = "turn"  # of the nodes that turns begin with; a store keeps it
 Place = tuple[str, str, int, int, int]
 
 
@@ -131,12 +132,24 @@ def _shared(
     if shared < 1:
         return None
     registry.touch(run, live)
-    base = engine.fork(session, node.id, NAME, ids[shared:].tolist(), at=shared)
+    assert run.turn is not None
+    name = f"turn@{run.turn.step or 0}"  # a store keeps it
+    base = engine.fork(session, node.id, name, ids[shared:].tolist(), at=shared)
     engine.attempt(session, base)  # the first node that commits above it brings it to the main line
     found = live, registry.ref(live, base)
-    assert run.turn is not None
     run.turn.made.append(found)
     return found
+
+
+def unfinished(tree: ContextTree, node: Node, step: int | None) -> bool:
+    """Whether a turn had begun by `step` that `node`, which an earlier process left, is before."""
+    path = {node.id, *(above.id for above in node.ancestors())}
+    for later in tree:
+        word, _, at = later.branch.partition("@")
+        begins = word == "turn" and at.isdecimal() and later.id > node.id and later.id not in path
+        if begins and (step is None or int(at) <= step):
+            return True
+    return False
 
 
 def end(registry: Registry, run: Run, *, resumable: bool) -> None:

@@ -164,3 +164,16 @@ def test_a_session_that_made_room_comes_back(tmp_path: Path) -> None:
         result = graph.invoke({**START_STATE, "fork_tip": tip}, THREAD)
         assert fs.text(result["fork_tip"]) == PROMPT + "said. said. "
         assert fs.stats["resumed"] == 1
+
+
+def test_time_travel_after_a_restart_goes_where_the_checkpoint_says(tmp_path: Path) -> None:
+    """Though a later turn is in the tree, too."""
+    saver = InMemorySaver()
+    with Process(tmp_path) as fs:
+        graph = steps(fs, saver, fail=False)
+        first = graph.invoke(START_STATE, THREAD)["out"]
+        graph.invoke({"prompt": PROMPT + "more "}, THREAD)
+        old = [s for s in graph.get_state_history(THREAD) if s.next == ("b",)][-1]
+    with Process(tmp_path) as fs:
+        assert steps(fs, saver, fail=False).invoke(None, old.config)["out"] == first
+        assert fs.stats["turns"] == 0
