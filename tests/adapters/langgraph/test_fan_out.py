@@ -17,6 +17,8 @@ from forkserve.errors import AdapterError
 from forkserve.types import NodeMode
 from tests.waiting import wait_for
 
+from .graphs import START_STATE, THREAD, fan_out
+
 PROMPT = "You plan a trip to the sea. " * 4
 
 
