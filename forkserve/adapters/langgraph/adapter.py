@@ -28,7 +28,7 @@ __all__ = ["ForkServe"]
 F = TypeVar("F", bound=Callable[..., Any])
 _COUNTERS = (
     *("opened", "reopened", "forks", "sealed", "committed"),
-    *("aborted", "swept", "kept", "copied"),
+    *("aborted", "swept", "kept", "copied", "turns", "resumed", "unchosen"),
 )
 G = TypeVar("G", bound="Pregel[Any, Any, Any, Any]")
 
@@ -36,9 +36,9 @@ G = TypeVar("G", bound="Pregel[Any, Any, Any, Any]")
 class ForkServe:
     """Forking for the nodes of LangGraph graphs, over one engine.
 
-    render: state to prompt, as text, token ids or chat messages.  Called for the first node of a
-    run without ``fork_tip``, and to re-open where a ref is foreign or dead.  By default the state's
-    ``messages``, or its ``prompt``.
+    render: state to prompt, as text, token ids or chat messages.  Called where a run with
+    an input begins, and to re-open where a ref is foreign or dead; not to resume.  By default the
+    state's ``messages``, or its ``prompt``.
     keep: sessions of threads that stay open between runs, the least used go first.  Their refs
     re-open from rendered state, and shared pages come back from the prefix index.
     stream_stats: report each node on the ``custom`` stream, under the key ``forkserve``.
@@ -200,8 +200,10 @@ class ForkServe:
     def stats(self) -> dict[str, int]:
         """What happened so far, and what is remembered now.
 
-        opened, reopened, forks, sealed, committed, aborted, swept, kept, copied: counters.
-        sessions, undecided, running: sizes of the adapter's maps.
+        opened, reopened, forks, sealed, committed, aborted, swept, kept, copied, turns,
+        resumed, unchosen (sealed, and nobody's choice when their run ended): counters.
+        sessions, undecided (nodes that run, or that nobody has chosen yet), running: sizes of the
+        adapter's maps.
         """
         with self._registry.lock:
             return {

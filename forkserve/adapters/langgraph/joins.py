@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from forkserve.adapters.langgraph import turns
 from forkserve.adapters.langgraph.branch import NodeBranch
 from forkserve.adapters.langgraph.registry import Live, Registry
 from forkserve.adapters.langgraph.state import Ref, checked
@@ -162,6 +163,7 @@ def apply(registry: Registry, here: NodeBranch) -> None:
         Branch(live.session, node, pinned=True).attempt()
         registry.engine.promote(live.session.id, node)
         registry.count["committed"] += 1
+        turns.moved(here._run, live, registry.ref(live, node))
         path = registry.engine.tree(live.session.id).get(node)
         for member in (path, *path.ancestors()):
             fork = live.forks.get(member.id)
@@ -176,9 +178,12 @@ def _drop(registry: Registry, here: NodeBranch, ref: Ref) -> None:
     live = registry.find(ref)
     if live is None:
         return
-    fork = live.forks.get(ref["branch"] or ref["node"])
-    if fork is not None and (
-        fork.run is here._run or (fork.run is None and fork.thread == here._run.thread)
-    ):
+    node = ref["branch"] or ref["node"]
+    fork = live.forks.get(node)
+    if fork is not None:
+        ours = fork.run is here._run or (fork.run is None and fork.thread == here._run.thread)
+    else:  # sealed by another process
+        ours = node in live.stored and live.home == here._run.home
+    if ours:
         with suppress(NodeError):
-            registry.abort(live, fork.node)
+            registry.abort(live, node)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,15 +35,18 @@ from langgraph.runtime import Runtime
 
 from forkserve import aio
 from forkserve.adapters.langchain.current import running
-from forkserve.adapters.langgraph import joins
+from forkserve.adapters.langgraph import joins, turns
 from forkserve.adapters.langgraph.branch import NodeBranch
 from forkserve.adapters.langgraph.output import merge_output, save_tip
 from forkserve.adapters.langgraph.registry import Live, Registry, Run
 from forkserve.adapters.langgraph.state import Ref, field, is_ref
+from forkserve.adapters.langgraph.stored import revive
 from forkserve.adapters.langgraph.sweeper import Sweeper
 from forkserve.branch import Branch
 from forkserve.errors import AdapterError, NodeError
 from forkserve.session import Prompt
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["Nodes", "Parent", "Role"]
 
@@ -144,7 +148,7 @@ class Nodes:
         config: RunnableConfig,
         runtime: Runtime[Any],
     ) -> Call:
-        began = time.perf_counter()
+        began, registry = time.perf_counter(), self._registry
         metadata = config.get("metadata", {})
         name = str(metadata.get("langgraph_node", "node"))
         run = self._sweeper.runs.get(getattr(config.get("callbacks"), "parent_run_id", None))  # type: ignore[arg-type]
@@ -176,14 +180,23 @@ class Nodes:
             chosen = role
         else:
             chosen = "branch" if push or sent is not None else "trunk"
-        live, base = self._resolve(run, ref, state, read)
-        continues = 0 if push or ref is None else ref["branch"]
+        nested = "|" in str(metadata.get("langgraph_checkpoint_ns", ""))
+        step = None if nested else int(metadata.get("langgraph_step", 0))
+
+        def tip() -> Any:
+            return field(state, "fork_tip") or (read is not None and field(read(), "fork_tip"))
+
+        if ref is not None:
+            revive(registry, run, ref, step)
+        stale = kind == "node" and ref is not None and turns.before(registry, run, ref, tip, step)
+        live, base = self._resolve(run, ref, state, read, stale)
+        continues = 0 if push or ref is None or stale else ref["branch"]
         first = push or (sent is not None and not sent.get("branch"))
         text = field(state, "fork_text") if first else None
-        fork = self._registry.fork(run, info.task_id, live, base, name, text or ())
+        fork = registry.fork(run, info.task_id, live, base, name, text or ())
         fork.branch = continues
         branch = NodeBranch(
-            self._registry,
+            registry,
             run,
             fork,
             role=chosen,
@@ -202,11 +215,18 @@ class Nodes:
         return here.base if here.role == "join" else here.ref
 
     def _resolve(
-        self, run: Run, ref: Ref | None, state: Any, read: Callable[[], Any] | None
+        self,
+        run: Run,
+        ref: Ref | None,
+        state: Any,
+        read: Callable[[], Any] | None,
+        stale: bool,
     ) -> tuple[Live, Ref]:
-        """The live node that a ref names, or a new session."""
+        """The live node that a ref names; for a stale one where the turn begins; a new session."""
         registry = self._registry
         live = registry.find(ref) if ref is not None else None
+        if ref is not None and stale:
+            return turns.begin(registry, run, ref, self._render(_rendered(state, read)))
         if live is not None and ref is not None:
             tree = registry.engine.tree(live.session.id)
             node = tree.get(ref["node"])
@@ -222,6 +242,17 @@ class Nodes:
         live = registry.open(run, prompt, why)
         if ref is not None and registry.count["opened"] > before:
             registry.count["reopened"] += 1
+            _log.warning(
+                "session '%s' of thread '%s' is gone, and no store of this engine has it: its %d "
+                "tokens are replaced by the %d that the state renders to, and what nodes generated "
+                "or appended and the state does not hold is lost",
+                *(
+                    ref["session"],
+                    run.thread,
+                    ref["length"],
+                    len(live.session.branch(1).full_tokens),
+                ),
+            )
         return live, registry.ref(live, live.session.branch(1).id)
 
     # ---------------------------------------------------------------- leaving
@@ -239,6 +270,8 @@ class Nodes:
         extra: dict[str, Any] = {}
         if branch.role == "join":
             joins.apply(registry, branch)
+            if branch._decision is None and field(branch.state, "fork_refs"):
+                call.run.idle_joins.add(branch.name)
             registry.abort(call.live, fork.node)
         elif branch.role == "branch":
             branch.attempt()
@@ -254,10 +287,12 @@ class Nodes:
             branch.attempt()
             extra = {"fork_tip": branch.ref}
             branch.promote()
+            turns.moved(call.run, call.live, branch.ref)
             fork.phase = "done"
             registry.count["committed"] += 1
         else:  # it added nothing
             extra = {"fork_tip": branch.base}
+            turns.moved(call.run, call.live, branch.base)
             registry.abort(call.live, fork.node)
         if call.kind == "entrypoint":
             extra = {"fork_tip": self._trunk(call)}

@@ -15,6 +15,7 @@ until its session is the oldest of more than `keep`.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -23,13 +24,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 from uuid import uuid4
 
+from forkserve.adapters.langgraph import turns
 from forkserve.adapters.langgraph.state import Ref, checked
+from forkserve.adapters.langgraph.turns import Place, Turn
 from forkserve.api import Engine
 from forkserve.branch import Branch
 from forkserve.engine.prompting import render_prompt
 from forkserve.errors import AdapterError, ForkServeError, NodeError, SessionError
 from forkserve.session import Prompt, Session
 from forkserve.types import NodeMode, Tokens, derive_seed
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["Fork", "Live", "Registry", "Run"]
 
@@ -49,6 +54,8 @@ class Live:
         self.forks: dict[int, Fork] = {}  # undecided ones, by their first node
         self.hints: dict[int, int] = {}  # speculated nodes that nobody claimed -> their parent
         self.users = 0  # runs under way
+        self.tip: Place | None = None  # where a run of its thread last left the trunk
+        self.stored: dict[int, int] = {}  # nodes that came out of a store -> their length then
 
 
 @dataclass(eq=False, slots=True)
@@ -71,11 +78,13 @@ class Run:
 
     key: str
     thread: str | None = None
+    turn: Turn | None = None
     interrupted: bool = False
     ended: bool = False
     touched: dict[str, Live] = field(default_factory=dict)
     opened: dict[tuple[object, ...], Live] = field(default_factory=dict)
     scratch: list[tuple[Live, int]] = field(default_factory=list)  # children that nodes left behind
+    idle_joins: set[str] = field(default_factory=set)  # that had branches and decided nothing
 
     @property
     def home(self) -> str:
@@ -95,6 +104,7 @@ class Registry:
         self.lock = threading.RLock()
         self.sessions: OrderedDict[str, Live] = OrderedDict()  # oldest first
         self.tasks: dict[str, Fork] = {}
+        self.turns: dict[str, Turn] = {}  # of threads that wait to be resumed
         self.engine_id, self._gens = _ids.setdefault(engine, (uuid4().hex[:8], [0]))
 
     # ---------------------------------------------------------------- refs
@@ -115,7 +125,11 @@ class Registry:
         """The session of a ref whose node lives; None for a foreign or a dead one."""
         with self.lock:
             live = self.sessions.get(checked(ref)["session"])
-            if live is None or ref["engine"] != self.engine_id or ref["gen"] != live.gen:
+            if live is None:
+                return None
+            ours = ref["engine"] == self.engine_id and ref["gen"] == live.gen
+            # An earlier engine's node that was not stored: its number may mean another one now.
+            if not ours and ref["length"] > live.stored.get(ref["node"], 0):
                 return None
             self.sessions.move_to_end(ref["session"])
         if live.session.closed:
@@ -131,7 +145,7 @@ class Registry:
         A session of the run's thread that began with this prompt is taken again.  AdapterError when
         the run has ended meanwhile: nobody would close what it opens.
         """
-        ids = self._ids(prompt)
+        ids = self.ids(prompt)
         key = (*why, tuple(ids))
         with self.lock:
             _require_running(run)
@@ -139,9 +153,7 @@ class Registry:
             if live is not None and not live.session.closed:
                 run.opened[key] = live
                 return live
-            self._gens[0] += 1
-            gen = self._gens[0]
-            seed = derive_seed(self.engine.config.seed, "langgraph", gen)
+            gen, seed = self.next_gen()
             name = f"langgraph-{self.engine_id}-{gen}"
             live = Live(Session(self.engine, ids, session=name, seed=seed), gen, run.home, seed)
             self.sessions[name] = run.opened[key] = live
@@ -149,6 +161,12 @@ class Registry:
             self.touch(run, live)
             self._shrink()
             return live
+
+    def next_gen(self) -> tuple[int, int]:
+        """A number that no session of this engine had, and the seed that goes with it."""
+        with self.lock:
+            self._gens[0] += 1
+            return self._gens[0], derive_seed(self.engine.config.seed, "langgraph", self._gens[0])
 
     def _begun(self, run: Run, ids: Tokens) -> Live | None:
         for live in reversed(self.sessions.values()) if run.thread is not None else ():
@@ -173,6 +191,8 @@ class Registry:
             for fork in list(live.forks.values()):
                 self._forget(fork)
             live.session.close()
+            if not any(other.home == live.home for other in self.sessions.values()):
+                self.turns.pop(live.home.removeprefix("thread:"), None)
 
     def forget_thread(self, thread: str) -> int:
         """Close the sessions of a thread; returns how many."""
@@ -187,7 +207,8 @@ class Registry:
         for live in idle[: max(len(self.sessions) - self.keep, 0)]:
             self.close(live)
 
-    def _ids(self, prompt: Prompt) -> Tokens:
+    def ids(self, prompt: Prompt) -> Tokens:
+        """A prompt as token ids."""
         tokenizer = self.engine.backend.tokenizer
         if isinstance(prompt, str):
             return tokenizer.encode(prompt)
@@ -291,6 +312,7 @@ class Registry:
             resumable = run.thread is not None and (run.interrupted or failed)
             for live in run.touched.values():
                 live.users -= 1
+            unchosen = 0
             ours: list[Live] = []
             if run.touched:  # update_state is a run too, of the edge functions alone
                 ours = [live for live in self.sessions.values() if live.home == run.home]
@@ -305,10 +327,20 @@ class Registry:
                     elif fork.phase == "done":
                         self._forget(fork)
                     else:
-                        self._sweep(live, fork.node)
+                        unchosen += fork.phase == "sealed"
+                        self.sweep(live, fork.node)
             if not resumable:
                 for live, node in run.scratch:
-                    self._sweep(live, node)
+                    self.sweep(live, node)
+            self.count["unchosen"] += unchosen
+            if unchosen and run.idle_joins:
+                _log.warning(
+                    "%d branches were aborted at the end of the run with their text: join '%s' "
+                    "decided nothing; let it return commit_winner, join or join_text",
+                    unchosen,
+                    "', '".join(sorted(run.idle_joins)),
+                )
+            turns.end(self, run, resumable=resumable)
             for live in list(run.touched.values()):
                 if live.home == f"run:{run.key}":
                     self.close(live)
@@ -327,7 +359,7 @@ class Registry:
             self.engine.mark_idle(fork.live.session.id, tip, self.engine.config.ttl_max_s)
         self.count["kept"] += 1
 
-    def _sweep(self, live: Live, node: int) -> None:
+    def sweep(self, live: Live, node: int) -> None:
         """Abort what is left, unless it has become part of the main line."""
         with suppress(NodeError, SessionError):
             before = self.count["aborted"]

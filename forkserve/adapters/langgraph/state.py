@@ -7,10 +7,11 @@ names a node of an engine's tree; whoever holds one resolves it or re-opens from
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 from langgraph.channels.last_value import LastValue
 from pydantic import BaseModel, Field
+from typing_extensions import TypedDict  # LangGraph's: a state may derive from both
 
 from forkserve.errors import AdapterError
 

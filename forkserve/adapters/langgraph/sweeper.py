@@ -8,6 +8,7 @@ from uuid import UUID
 
 from langgraph.callbacks import GraphCallbackHandler, GraphInterruptEvent
 
+from forkserve.adapters.langgraph import turns
 from forkserve.adapters.langgraph.registry import Registry, Run
 
 __all__ = ["Sweeper"]
@@ -43,13 +44,16 @@ class Sweeper(GraphCallbackHandler):
         with self._lock:
             if run_id in self.runs:
                 return
+            known = metadata or {}
             run = self.runs.get(parent_run_id) if parent_run_id is not None else None
             if run is None:
-                thread = (metadata or {}).get("thread_id")
+                thread = known.get("thread_id")
                 run = Run(str(run_id), str(thread) if thread is not None else None)
                 self._members[run.key] = set()
             self.runs[run_id] = run
             self._members[run.key].add(run_id)
+        if str(run_id) == run.key or "langgraph_node" not in known:  # also inside a chain
+            turns.told(self._registry, run, inputs)
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
         """It ended, or paused."""

@@ -289,7 +289,7 @@ def test_a_ref_from_before_its_node_grew_is_taken_at_its_length(fs: ForkServe) -
     result = graph.invoke(START_STATE, THREAD)
     tip = result["fork_tip"]
     fs.engine.append(tip["session"], tip["node"], "somebody else's text")
-    again = graph.invoke(START_STATE, THREAD)
+    again = graph.invoke({**START_STATE, "fork_tip": tip}, THREAD)
     assert fs.stats["reopened"] == 1
     assert fs.tokens(again["fork_tip"])[: tip["length"]] == fs.tokens(tip)
     assert "somebody" not in fs.text(again["fork_tip"])

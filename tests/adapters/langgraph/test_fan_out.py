@@ -17,6 +17,8 @@ from forkserve.errors import AdapterError
 from forkserve.types import NodeMode
 from tests.waiting import wait_for
 
+from .graphs import START_STATE, THREAD, fan_out
+
 PROMPT = "You plan a trip to the sea. " * 4
 
 
@@ -373,3 +375,37 @@ def test_a_state_that_cannot_be_rendered_is_told_so(fs: ForkServe) -> None:
     graph = fs.bind(builder(fs).compile())
     with pytest.raises(AdapterError, match="render="):
         graph.invoke({"topics": []})
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_join_that_decides_nothing_is_told_of(
+    fs: ForkServe, caplog: pytest.LogCaptureFixture, looks: bool
+) -> None:
+    """Without a join, branches that leave their text in the state are nobody's mistake."""
+
+    @fs.node
+    def branch(state: Any, fork: Branch):
+        fork.append("text that only the tree has")
+
+    @fs.node(role="join" if looks else "trunk")
+    def pick(state: State):
+        return {"out": ["looked"]}
+
+    build = StateGraph(State)
+    build.add_node("branch", branch)
+    build.add_node("pick", pick)
+    build.add_conditional_edges(START, lambda s: [fs.send("branch") for _ in range(3)], ["branch"])
+    build.add_edge("branch", "pick")
+    fs.bind(build.compile(checkpointer=InMemorySaver())).invoke(START_STATE, THREAD)
+    assert (fs.stats["unchosen"], fs.stats["undecided"]) == (3, 0)
+    told = [r.getMessage() for r in caplog.records if r.name.startswith("forkserve.adapters")]
+    assert len(told) == looks
+    assert all("3 branches" in text and "'pick'" in text for text in told)
+
+
+def test_a_join_that_decides_later_is_not_told_of(
+    fs: ForkServe, caplog: pytest.LogCaptureFixture
+) -> None:
+    fs.bind(fan_out(fs).compile(checkpointer=InMemorySaver())).invoke(START_STATE, THREAD)
+    assert fs.stats["unchosen"] == 0
+    assert not [r for r in caplog.records if r.name.startswith("forkserve.adapters")]

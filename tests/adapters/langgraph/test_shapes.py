@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypedDict
 import pytest
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.graph import START, StateGraph
+from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.runtime import Runtime
 from langgraph.store.base import BaseStore
 from langgraph.store.memory import InMemoryStore
@@ -20,8 +20,10 @@ from pydantic import Field
 
 from forkserve.adapters.langgraph import (
     Branch,
+    ForkBranchState,
     ForkModel,
     ForkServe,
+    ForkState,
 )
 from forkserve.adapters.langgraph.state import Ref, TipChannel, merge_refs
 from forkserve.errors import AdapterError, ConfigError
@@ -193,8 +195,8 @@ def test_a_node_that_returns_its_whole_state_does_not_undo_the_tip(fs: ForkServe
         return {**state, "out": []}
 
     graph = one(fs, node)
-    graph.invoke(START_STATE, THREAD)
-    result = graph.invoke(START_STATE, THREAD)
+    tip = graph.invoke(START_STATE, THREAD)["fork_tip"]
+    result = graph.invoke({**START_STATE, "fork_tip": tip}, THREAD)
     assert fs.text(result["fork_tip"]) == PROMPT + "said said "
 
 
@@ -290,3 +292,22 @@ def test_the_reducer_of_refs() -> None:
     assert merge_refs([REF], [{**REF, "engine": "f"}]) == [REF, {**REF, "engine": "f"}]
     assert merge_refs([REF], None) == []
     assert merge_refs([REF], {"set": [other]}) == [other]
+
+
+def test_a_state_derives_from_langgraphs_own_too(fs: ForkServe) -> None:
+    """Python before 3.12 has two kinds of TypedDict, and one state cannot derive from both."""
+
+    class Talk(ForkState, MessagesState):
+        pass
+
+    class Part(ForkBranchState, MessagesState):
+        pass
+
+    @fs.node
+    def chat(state: Talk, fork: Branch):
+        return {"messages": [("ai", fork.generate(3).text)]}
+
+    result = one(fs, chat, Talk).invoke({"messages": [("user", "Hello.")]}, THREAD)
+    assert [m.type for m in result["messages"]] == ["human", "ai"]
+    assert fs.alive(result["fork_tip"])
+    assert "fork_parent" in Part.__annotations__
