@@ -149,7 +149,7 @@ def branches(
         for keys, values in contiguous:
             flash(stacked, keys, values)
 
-    rounds, budget = (2, 1.0) if options.quick else (9, 60.0)
+    rounds, budget = (2, 0.0) if options.quick else (9, 60.0)
     return repeat(lambda _: (warm(together), warm(passes), warm(torchs)), rounds, budget)
 
 
@@ -191,7 +191,7 @@ def prompt(
     def product() -> None:
         torch.mm(a, a)
 
-    rounds, budget = (2, 1.0) if options.quick else (7, 40.0)
+    rounds, budget = (2, 0.0) if options.quick else (7, 40.0)
     return repeat(lambda _: (warm(native), warm(torchs), warm(product)), rounds, budget)
 
 
@@ -227,7 +227,7 @@ def planning(report: Report, options: Options, threads: int) -> None:
                     anew.append(ms(lambda works=works: gather(works, PAGE)) * 1e3)
             return tables, plans, anew, planner
 
-        rounds = repeat(once, 1 if options.quick else 9, 1.0 if options.quick else 20.0)
+        rounds = repeat(once, 1 if options.quick else 9, 0.0 if options.quick else 20.0)
         spent = [
             (median(c), sum(a) / steps, sum(b) / steps, sum(a + b) / steps, max(map(add, a, b)))
             for a, b, c, _ in rounds.values

@@ -42,7 +42,7 @@ def run(options: Options) -> Report:
         assert plan is not None
         return times, anew, planner, plan
 
-    rounds = repeat(once, 1 if options.quick else 7, 1.0 if options.quick else 40.0)
+    rounds = repeat(once, 1 if options.quick else 7, 0.0 if options.quick else 40.0)
     table = report.table(
         f"{works} works over {nodes} nodes, {spans} spans; ms a step",
         *("plans", "made", "grown", "mean", "median", "largest", "tiles", "keys read", "copied"),

@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
-import forkserve.api as api_module
 import forkserve.control.boarding as boarding_module
 import forkserve.control.commit as commit_module
 import forkserve.control.core as core_module
+import forkserve.opening as opening_module
 import forkserve.tree.eviction as eviction_module
 import forkserve.tree.index as index_module
 import forkserve.tree.rows as rows_module
@@ -109,7 +109,7 @@ def _no_reference_on_hit() -> Fault:
             tree.pool.decref(tree.root.segments[0].pages)
         return rows
 
-    return _patched(api_module, "take_prefix", take_prefix)
+    return _patched(opening_module, "take_prefix", take_prefix)
 
 
 def _alias_off_by_one() -> Fault:
