@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["instructions"]
+import forkserve
+
+__all__ = ["instructions", "own_calls"]
 
 
 def instructions(work: Callable[[], object]) -> int:
@@ -27,3 +31,21 @@ def instructions(work: Callable[[], object]) -> int:
     finally:
         sys.settrace(before)
     return count
+
+
+def own_calls(run: Callable[[], object]) -> Counter[str]:
+    """Calls of functions of the package in this thread, by name."""
+    found: Counter[str] = Counter()
+    package = str(Path(forkserve.__file__).parent)
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            found[frame.f_code.co_qualname] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return found

@@ -5,15 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import sys
 import threading
-from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,8 +16,8 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, StateGraph
 from langgraph.types import Command, RetryPolicy, interrupt
 
-import forkserve
 from forkserve.adapters.langgraph import Branch, ForkServe
+from tests.instructions import own_calls
 
 from .graphs import PROMPT, Boom, State, fan_out
 
@@ -204,21 +199,3 @@ def test_the_decorator_costs_little(fs: ForkServe) -> None:
         assert calls[-1]["ByteTokenizer.encode"] <= 1  # the prompt, once a run
     few, many = (sum(found.values()) for found in calls)
     assert (many - few) / 20 < 120  # 94 when this was written
-
-
-def own_calls(run: Callable[[], object]) -> Counter[str]:
-    """Calls of functions of the package in this thread, by name."""
-    found: Counter[str] = Counter()
-    package = str(Path(forkserve.__file__).parent)
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            found[frame.f_code.co_qualname] += 1
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return found
