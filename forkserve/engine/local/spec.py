@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forkserve.engine.local.rotary import Rope
 
@@ -71,6 +71,10 @@ class ModelSpec:
     embed_scale: float = 1.0
     act: str = "silu"
     post_norms: bool = False
+
+    def within(self, context: int) -> ModelSpec:
+        """The same for an engine whose sequences have up to `context` positions."""
+        return replace(self, ropes=tuple(rope.within(context) for rope in self.ropes))
 
     @property
     def window(self) -> int:
