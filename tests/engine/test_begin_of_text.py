@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer
 
 from forkserve import Engine, PromptText, plain
 from forkserve.engine.local import LocalBackend
@@ -48,25 +49,29 @@ def folder_tokenizer(
 BOTH = ("<|im_start|>", "$A")
 
 
+@pytest.mark.parametrize("said", [None, True, False])
 @pytest.mark.parametrize(
-    ("frame", "config", "named", "begins"),
+    ("frame", "named", "begins"),
     [
-        ((), {}, True, False),  # SmolLM2, Qwen
-        (BOTH, {}, True, True),  # Llama 3
-        ((*BOTH, "<|im_end|>"), {}, True, True),
-        (("$A", "<|im_end|>"), {}, True, False),
-        ((), {"add_bos_token": True}, True, True),  # of a class of tokenizers that adds it
-        (BOTH, {"add_bos_token": False}, True, False),
-        ((), {"add_bos_token": True}, False, False),  # there is none
-        ((), {"add_bos_token": True, "bos_token": None}, False, False),
+        ((), True, False),  # SmolLM2, Qwen
+        (BOTH, True, True),  # Llama, Mistral, Gemma
+        ((*BOTH, "<|im_end|>"), True, True),
+        (("$A", "<|im_end|>"), True, False),
+        (BOTH, False, False),  # no token has the role
     ],
 )
 def test_folders(
-    tmp_path: Path, frame: tuple[str, ...], config: dict[str, Any], named: bool, begins: bool
+    tmp_path: Path, frame: tuple[str, ...], named: bool, begins: bool, said: bool | None
 ) -> None:
+    """As Hugging Face: by the post-processor of tokenizer.json, whatever add_bos_token says."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": said}
+    config = {key: value for key, value in config.items() if value is not None}
     tokenizer = folder_tokenizer(tmp_path, frame=frame, named=named, **config)
     assert tokenizer.begin_ids == ((BEGIN,) if begins else ())
     assert BEGIN not in tokenizer.encode("text")
+    if named:
+        theirs = AutoTokenizer.from_pretrained(tmp_path)("text")["input_ids"]
+        assert opening_ids(tokenizer, "text") == [i for i in theirs if i != END]
 
 
 def test_gguf() -> None:
@@ -85,6 +90,7 @@ def test_gguf() -> None:
     assert begin(byte_level("llama-bpe")[1], bos_token_id=5) == (5,)
     assert begin(byte_level("llama-bpe")[1], bos_token_id=5, add_bos_token=False) == ()
     assert begin(byte_level("llama-bpe")[1]) == ()
+    assert begin(pieces, bos_token_id=10**6) == ()
 
 
 def test_once_and_before_plain_texts_alone(tmp_path: Path) -> None:

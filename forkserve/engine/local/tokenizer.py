@@ -199,22 +199,17 @@ class LocalTokenizer:
             templates=_templates(folder, config),
             named=named,
             where=str(folder),
-            begin=_begin_of_text(backend, config, named),
+            begin=_begin_of_text(backend, named),
         )
 
 
-def _begin_of_text(
-    backend: Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
-) -> int | None:
-    """The token that Hugging Face puts before a text.
+def _begin_of_text(backend: Tokenizer, named: Mapping[str, str]) -> int | None:
+    """The token that the post-processor of a tokenizer.json puts before a text.
 
-    By ``add_bos_token`` of tokenizer_config.json, or by the post-processor of tokenizer.json.
+    Hugging Face asks nothing else: with such a file ``add_bos_token`` has no say [transformers 5].
     """
     bos: int | None = backend.token_to_id(named.get("bos_token", ""))
-    wanted = config.get("add_bos_token")
-    if wanted is None:
-        wanted = backend.encode("a").ids[:1] == [bos]
-    return bos if wanted else None
+    return bos if backend.encode("a").ids[:1] == [bos] else None
 
 
 def _declare(backend: Tokenizer, config: Mapping[str, Any], roles: Iterable[str]) -> None:

@@ -100,7 +100,8 @@ def begin_of_text(meta: Mapping[str, Any]) -> int | None:
     """The token that stands before every text, if the file or its kind of tokenizer wants one."""
     kind, split = meta.get("tokenizer.ggml.model"), _split(meta)
     wanted = meta.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in _WHOLE_WORDS)
-    return _role(meta, "bos") if wanted else None
+    index = _role(meta, "bos") if wanted else None
+    return index if index is not None and 0 <= index < len(meta["tokenizer.ggml.tokens"]) else None
 
 
 def _role(meta: Mapping[str, Any], role: str) -> int | None:
