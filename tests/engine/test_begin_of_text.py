@@ -131,6 +131,11 @@ def test_sessions(checkpoint: Checkpoints, tmp_path: Path, trusted: bool) -> Non
             with torch.no_grad():
                 want = model.generate(given, max_new_tokens=4, do_sample=False, eos_token_id=None)
             assert list(reply.tokens) == want[0, given.shape[1] :].tolist()
+        with eng.session("a tree") as s:  # the whole text again, and longer
+            s.commit("a tree grows", full=True)
+            assert s.tokens == [BEGIN, *eng.backend.tokenizer.encode("a tree grows")]
+            with eng.session(s.text) as same:  # which names the token
+                assert same.tokens == s.tokens
         with eng.session(text[1:]) as s:
             assert s.tokens == text[1:]
         with eng.session([{"role": "user", "content": "hi"}]) as s:
