@@ -321,8 +321,8 @@ class _Vocabulary:
         """The longest token at each place: for a text that the tokenizer would change."""
         if self._by_bytes is None:
             special = frozenset(self.special_token_ids)
-            plain = [(t, i) for i, t in enumerate(self.tokens) if t and i not in special]
-            self._by_bytes = dict(reversed(plain))  # of equal ones the first
+            plain = [i for i, text in enumerate(self.tokens) if text and i not in special]
+            self._by_bytes = {self.tokens[i]: i for i in plain}
             self._most = max(map(len, self._by_bytes), default=0)
         ids, at = [], 0
         while at < len(text):

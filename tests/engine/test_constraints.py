@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from forkserve.engine.constraints import ChoiceConstraint, GrammarConstraint
+from forkserve.engine.constraints import ChoiceConstraint, GrammarConstraint, _Vocabulary
 from forkserve.engine.local.tokenizer import LocalTokenizer
 from forkserve.errors import ConfigError, MissingExtra
 from forkserve.types import Constraint
@@ -89,13 +89,23 @@ def test_texts_that_the_tokenizer_writes_otherwise(make: Any) -> None:
         ["e\u0301nd", "e\u0301x"],
         [" e\u0301\n", " e\u0301 the"],
         ["\U0001f600e\u0301", "\U0001f600 "],
-        ["</s>", "</s e\u0301"],
+        ["</s>", "</s>e\u0301"],
+        ["<|im_end|>e\u0301", "<|im_end|>e"],
     ):
         rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
         grammar = GrammarConstraint.from_ebnf(tokenizer, f"root ::= {rule}", **sizes)
         outs = [walk(grammar, draw) for _ in range(60)]
-        assert all(out[-1] == 2 for out in outs)
+        assert all(out[-1] == 2 and not tokenizer._special & {*out[:-1]} for out in outs)
         assert {tokenizer.decode_bytes(out[:-1]).decode() for out in outs} == set(texts)
+
+
+def test_what_the_library_is_given_has_the_bytes_and_no_control_token() -> None:
+    for tokenizer in (sentencepiece(True)[0], byte_level("qwen2")[0]):
+        vocabulary = _Vocabulary(tokenizer, tokenizer.vocab_size, 2)
+        for text in ("</s>e\u0301", "<|im_end|>e\u0301", "the", " the", "\u6f22", ""):
+            ids = vocabulary(text)
+            assert tokenizer.decode_bytes(ids) == text.encode()
+            assert not tokenizer._special & {*ids}
 
 
 @pytest.mark.parametrize("choices", [[], [""], ["a", ""], "abc"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forkserve.engine.local.describe import from_gguf, from_hugging_face
+from forkserve.engine.local.describe import from_gguf, from_hugging_face, tied_head
 from forkserve.engine.local.rotary import Rope
 from forkserve.engine.local.spec import ModelSpec
 from forkserve.errors import ModelError
@@ -80,6 +80,25 @@ def test_what_a_mistral_or_a_qwen_leaves_out() -> None:
         "Qwen2": 64,
         "Qwen3": 128,
     }
+
+
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, False),
+        ({"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}, True),
+        ({"architectures": ["Gemma3ForCausalLM"]}, True),
+        ({"architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": False}, False),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}, True),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"]}
+            | {"text_config": {"tie_word_embeddings": False}},
+            False,
+        ),
+    ],
+)
+def test_tied_heads(config: dict[str, Any], tied: bool) -> None:
+    assert tied_head(config) is tied
 
 
 def test_factors_that_a_length_implies() -> None:

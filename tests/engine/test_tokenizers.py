@@ -204,6 +204,20 @@ def test_pre_tokenizers() -> None:
         assert split(other, text) == split(same, text)
 
 
+@pytest.mark.parametrize(
+    ("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("smollm", False)]
+)
+def test_words_that_no_merges_make(pre: str, whole: bool) -> None:
+    """Llama 3 and Tekken take a word of the vocabulary as it is."""
+    _, meta = byte_level(pre)
+    tokens = [*meta["tokenizer.ggml.tokens"], "Ġzyx"]
+    kinds = [*meta["tokenizer.ggml.token_type"], NORMAL]
+    more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    tokenizer = LocalTokenizer.from_gguf({**meta, **more}, "here")
+    assert (tokenizer.encode(" zyx") == [len(tokens) - 1]) is whole
+    assert tokenizer.decode_bytes(tokenizer.encode(" zyx")) == b" zyx"
+
+
 def test_files_that_name_no_split() -> None:
     """Those of before May 2024: told by the architecture, or by a token that only Llama 3 has."""
     text = "I'LL pay 12345"
