@@ -60,6 +60,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": None, "head_dim": 32, "tie_word_embeddings": True}),
     ("gemma2", {"sliding_window": 20, **SHARP}),
     ("gemma2", {"sliding_window": 4096, "tie_word_embeddings": True}),
+    ("gemma3", {"sliding_window": 20, **SHARP}),  # of which only the logits' is used
     ("gemma3", {"sliding_window": 20, "tie_word_embeddings": True, "query_pre_attn_scalar": 40}),
     (
         "gemma3",
