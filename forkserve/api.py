@@ -244,7 +244,7 @@ class Engine(Opening):
         committed work of the passes to come, and the other speculative children are aborted.  If
         no child fits, a new node is made, and `branch` is its name: no branch need have it before.
         """
-        observed = self._guard.ids(tokens)
+        observed = self._guard.ids(tokens, begins=full)
         self._touched(session, node)
         with self._guard.settled(session) as tree:
             target = tree.get(node)

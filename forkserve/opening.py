@@ -43,6 +43,7 @@ class Opening(Tiering):
     ) -> SessionHandle:
         """Start a session whose root holds `tokens` (text is encoded by the model's tokenizer).
 
+        A text gets the model's begin-of-text token before it, if it has one (`opening_ids`).
         The longest published prefix is taken by reference (`SessionHandle.cached_tokens`), and
         what another session is computing at this moment is waited for rather than computed twice.
         salt: sessions share prefixes only within one salt; defaults to the tenant's name.
@@ -53,7 +54,7 @@ class Opening(Tiering):
         is empty or has control codes), ContextOverflow, OutOfPages.
         """
         core = self._core
-        ids = self._guard.ids(tokens)
+        ids = self._guard.ids(tokens, begins=True)
         if not ids:
             raise ConfigError("a session needs at least one token")
         if session is not None:

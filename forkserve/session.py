@@ -378,4 +378,5 @@ def _prompt(engine: Engine, prompt: Prompt) -> str | Tokens:
     if not isinstance(first, Mapping):
         return prompt  # type: ignore[return-value]
     require_messages(prompt)
-    return render_prompt(engine.backend.tokenizer, prompt)  # type: ignore[arg-type]
+    tokenizer = engine.backend.tokenizer
+    return tokenizer.encode(render_prompt(tokenizer, prompt))  # type: ignore[arg-type]

@@ -108,8 +108,9 @@ class SamplingParams:
     temperature: 0 is greedy.  top_k: 0 keeps all ids.  top_p: nucleus mass in (0, 1].
     min_p: drops ids below ``min_p * p_max``, in [0, 1).
     logit_bias: added to the logits of these ids, each in [-100, 100]; a mapping, kept as pairs.
-    repetition_penalty: above 0; logits of ids that stand anywhere on the path, prompt included, are
-    divided by it where positive and multiplied where negative (as Hugging Face and vLLM do).
+    repetition_penalty: in [1e-6, 1e6]; logits of ids that stand anywhere on the path, prompt
+    included, are divided by it where positive and multiplied where negative (as Hugging Face and
+    vLLM do).
     presence_penalty, frequency_penalty: in [-2, 2]; taken off the logits of ids that were output,
     once, and once for each time (as OpenAI and vLLM do).
     output_start: the position from which on what stands counts as output; None is where the
@@ -166,7 +167,7 @@ class SamplingParams:
             ("min_p", 0.0 <= self.min_p < 1.0, "[0, 1)"),
             ("stop", all(self.stop), "strings that are not empty"),
             ("logit_bias", all(abs(b) <= 100 for _, b in self.biases), "[-100, 100]"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < inf, "(0, inf)"),
+            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "[1e-6, 1e6]"),
             ("presence_penalty", abs(self.presence_penalty) <= 2, "[-2, 2]"),
             ("frequency_penalty", abs(self.frequency_penalty) <= 2, "[-2, 2]"),
             ("output_start", (self.output_start or 0) >= 0, ">= 0"),

@@ -10,6 +10,7 @@ from operator import index
 from forkserve.control.core import Core
 from forkserve.control.lines import require_quiet
 from forkserve.control.loop import Loop
+from forkserve.engine.prompting import opening_ids
 from forkserve.errors import ConfigError, ContextOverflow, SessionError
 from forkserve.tree.node import Node
 from forkserve.tree.tree import ContextTree
@@ -27,11 +28,15 @@ class Guard:
         self._loop = loop
         self._users: dict[str, int] = {}  # session -> thread that waits for it to settle
 
-    def ids(self, tokens: Tokens | str) -> list[int]:
-        """Token ids, checked against the vocabulary; text is encoded."""
+    def ids(self, tokens: Tokens | str, *, begins: bool = False) -> list[int]:
+        """Token ids, checked against the vocabulary; text is encoded.
+
+        begins: a text with which a sequence begins (`opening_ids`).
+        """
         backend = self._core.backend
         if isinstance(tokens, str):
-            return backend.tokenizer.encode(tokens)
+            tokenizer = backend.tokenizer
+            return opening_ids(tokenizer, tokens) if begins else tokenizer.encode(tokens)
         size = backend.info.vocab_size
         try:
             ids = list(map(index, tokens))

@@ -77,9 +77,11 @@ def choice_mass(
         depth = len(fork)
         onward = {t[depth] for t in ends if len(t) > depth and t[:depth] == fork}
         values = row.astype(np.float64)
-        p = np.exp(values - values.max())
+        # Against the largest that counts: what all of them are far below must not make them 0.
+        counts = values if fork in ends else values[list(onward)]
+        p = np.exp(np.minimum(values - counts.max(), 0.0))
         led = {token: float(p[token]) for token in onward}
-        rest = float(p.sum()) - sum(led.values()) if fork in ends else 0.0
+        rest = max(float(p.sum()) - sum(led.values()), 0.0) if fork in ends else 0.0
         whole = sum(led.values()) + rest
         stay[fork] = rest / whole
         share.update({(*fork, token): value / whole for token, value in led.items()})

@@ -42,7 +42,9 @@ class ChoiceConstraint:
         self._eos = tuple(eos_ids)
         self._next: dict[tuple[int, ...], list[int]] = {}
         for choice in texts:
-            ids = [*tokenizer.encode(_checked("choice", choice), special=False)]
+            # A tokenizer that writes a text otherwise (Qwen 2's composes accents) decides.
+            ids = _exact(tokenizer, _checked("choice", choice))
+            ids = tokenizer.encode(choice, special=False) if ids is None else ids
             for i in range(len(ids) + 1):
                 follow = self._next.setdefault(tuple(ids[:i]), [])
                 more = ids[i : i + 1] or self._eos
@@ -51,6 +53,23 @@ class ChoiceConstraint:
     def allowed(self, generated: Tokens) -> Sequence[int]:
         """Ids that continue a choice; empty after the end and off the list."""
         return tuple(self._next.get(tuple(generated), ()))
+
+
+def _exact(tokenizer: Tokenizer, text: str) -> list[int] | None:
+    """Ids whose bytes are the text, if the tokenizer can be brought to give them.
+
+    Llama 2's and Mistral's put a space before what they are given; so it is given behind something
+    that no piece of their vocabularies joins.
+    """
+    ids, wanted = tokenizer.encode(text, special=False), text.encode()
+    if tokenizer.decode_bytes(ids) == wanted:
+        return ids
+    for before in ("\n", "\x00"):
+        longer = tokenizer.encode(before + text, special=False)
+        for begin in range(1, len(longer)):
+            if tokenizer.decode_bytes(longer[begin:]) == wanted:
+                return longer[begin:]
+    return None
 
 
 class GrammarConstraint:
@@ -290,9 +309,30 @@ class _Vocabulary:
             for i, text in enumerate(self.tokens)
             if text and not tokenizer.decode_bytes([i], skip_special=True)
         ]
+        self._by_bytes: dict[bytes, int] | None = None
+        self._most = 0  # bytes of the longest of them
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, special=False)
+        """Ids of exactly these bytes: the library panics over any others."""
+        ids = _exact(self._tokenizer, text)
+        return self._longest(text.encode()) if ids is None else ids
+
+    def _longest(self, text: bytes) -> list[int]:
+        """The longest token at each place: for a text that the tokenizer would change."""
+        if self._by_bytes is None:
+            special = frozenset(self.special_token_ids)
+            plain = [i for i, text in enumerate(self.tokens) if text and i not in special]
+            self._by_bytes = {self.tokens[i]: i for i in plain}
+            self._most = max(map(len, self._by_bytes), default=0)
+        ids, at = [], 0
+        while at < len(text):
+            sizes = range(min(self._most, len(text) - at), 0, -1)
+            size = next((n for n in sizes if text[at : at + n] in self._by_bytes), 0)
+            if not size:  # a byte that no token has
+                break
+            ids.append(self._by_bytes[text[at : at + size]])
+            at += size
+        return ids
 
 
 # Building llguidance's table takes about 0.3 s for 50k ids, so the last few are kept.

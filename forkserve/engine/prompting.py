@@ -12,12 +12,25 @@ from typing import Any
 
 from forkserve.engine.protocol import Tokenizer
 from forkserve.errors import ConfigError, ForkServeError, ModelError
-from forkserve.prompt_text import content, joined
+from forkserve.prompt_text import PromptText, content, joined
 
-__all__ = ["render_prompt", "require_messages", "takes_system"]
+__all__ = ["opening_ids", "render_prompt", "require_messages", "takes_system"]
 
 _WORD = "Ty6SystemWordQm"
 _takes: weakref.WeakKeyDictionary[Tokenizer, bool] = weakref.WeakKeyDictionary()
+
+
+def opening_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text with which a sequence begins.
+
+    Models whose tokenizer puts a begin-of-text token before every text (`begin_ids`: Llama, Mistral
+    and Gemma) write nonsense without it, so it is put there too, once.  A `PromptText` with frames
+    of its own, as a chat template or a program writes them, says itself how it begins.
+    """
+    ids = tokenizer.encode(text)
+    begin = [*getattr(tokenizer, "begin_ids", ())]
+    framed = isinstance(text, PromptText) and text.plain != ((0, len(text)),)
+    return ids if not ids or framed or ids[: len(begin)] == begin else begin + ids
 
 
 def render_prompt(

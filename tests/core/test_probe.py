@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkserve import Engine
-from forkserve.control.probe import forks
+from forkserve.control.probe import choice_mass, forks
 from forkserve.errors import BackendError, ConfigError, ContextOverflow, NodeError, SessionError
 from forkserve.types import Work
 from tests.waiting import HANGS_S
@@ -70,6 +70,18 @@ def test_masses_are_those_of_walking_each_text(found: list[list[int]], batch: in
     assert sum(got.values()) == pytest.approx(1)
     assert_same_as_cold(eng, s)
     assert_nothing_left(eng)
+
+
+def test_texts_that_the_model_would_never_write() -> None:
+    """Their mass is told apart however far they are below what it would write."""
+    row = np.full(8, 5000.0, np.float32)
+    row[[3, 4]] = 1.0, 0.0
+    masses = choice_mass({"a": [3], "b": [4]}, {(): row})
+    assert masses["a"] == pytest.approx(1 / (1 + np.exp(-1)))
+    assert sum(masses.values()) == pytest.approx(1)
+    certain = np.zeros(8, np.float32)
+    certain[4] = 9000
+    assert choice_mass({"a": [3], "b": [3, 4]}, {(3,): certain}) == {"a": 0.0, "b": 1.0}
 
 
 def test_one_pass_and_the_tree_stays_as_it_is() -> None:

@@ -69,6 +69,8 @@ def write_gguf(
     gemma = arch.startswith("gemma")
     _sizes(writer, config, gemma)
     _rotary(writer, config, meta)
+    if "split" in meta:
+        writer.add_uint16("split.count", meta["split"])
     _windows(writer, config, arch)
     if meta.get("tokenizer", True):
         _tokenizer(writer, meta)

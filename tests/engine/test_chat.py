@@ -48,7 +48,7 @@ def test_refusals_are_model_errors() -> None:
     with pytest.raises(ModelError, match=r"refused 1 messages: ZeroDivisionError: .*division"):
         render("{{ 1 // 0 }}")
     with pytest.raises(ModelError, match=r"refused 1 messages: MemoryError$"):
-        render("{{ 'a' * (2 ** 62) }}")
+        render("{{ 'a'.ljust(2 ** 62) }}")
     with pytest.raises(ModelError, match="does not compile"):
         render("{% for %}")
     with pytest.raises(ModelError, match="refused"):
@@ -129,3 +129,13 @@ def test_template_from_a_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ModelError, match="no chat template"):
         LocalTokenizer.from_folder(tmp_path).render([USER])
+    beside = tmp_path / "chat_template.json"  # of models that see images as well
+    beside.write_text(json.dumps({"chat_template": "beside"}))
+    assert LocalTokenizer.from_folder(tmp_path).render([USER]) == "beside"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert LocalTokenizer.from_folder(tmp_path).render([USER]).startswith("[user]")
+    (tmp_path / "tokenizer_config.json").unlink()
+    for broken in ("[", "[]"):
+        beside.write_text(broken)
+        with pytest.raises(ModelError, match=r"chat_template\.json"):
+            LocalTokenizer.from_folder(tmp_path)

@@ -6,17 +6,19 @@ import json
 import random
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forkserve.engine.constraints import ChoiceConstraint, GrammarConstraint
+from forkserve.engine.constraints import ChoiceConstraint, GrammarConstraint, _Vocabulary
 from forkserve.engine.local.tokenizer import LocalTokenizer
 from forkserve.errors import ConfigError, MissingExtra
 from forkserve.types import Constraint
 
 from .conftest import tiny_tokenizer
+from .test_tokenizers import byte_level, sentencepiece
 
 EOS = (257,)
 SIZE = 258
@@ -63,6 +65,47 @@ def test_a_choice_that_begins_another_may_end(tokenizer: LocalTokenizer) -> None
 def test_choices_without_an_end_id_just_stop(tokenizer: LocalTokenizer) -> None:
     constraint = ChoiceConstraint(tokenizer, ["a", "b"])
     assert constraint.allowed(tokenizer.encode("a")) == ()
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_choices_are_written_as_they_are(prefix: bool) -> None:
+    """Also with a tokenizer that puts a space before a text."""
+    tokenizer, _ = sentencepiece(prefix)
+    choices = ["the other", "there", "né", "\x00", "</s>", " the", "\n\ndoing", "[INST]"]
+    constraint = ChoiceConstraint(tokenizer, choices, (2,))
+    draw = random.Random(0)
+    seen = {tokenizer.decode_bytes(walk(constraint, draw)[:-1]).decode() for _ in range(200)}
+    assert seen == set(choices)
+
+
+@pytest.mark.parametrize("make", [partial(sentencepiece, True), partial(byte_level, "qwen2")])
+def test_texts_that_the_tokenizer_writes_otherwise(make: Any) -> None:
+    """A space before a text, accents that are composed: the library wants the very bytes."""
+    tokenizer, _ = make()
+    sizes = {"vocab_size": tokenizer.vocab_size, "eos_ids": (2,)}
+    draw = random.Random(0)
+    for texts in (
+        ["the other", "there"],
+        ["e\u0301nd", "e\u0301x"],
+        [" e\u0301\n", " e\u0301 the"],
+        ["\U0001f600e\u0301", "\U0001f600 "],
+        ["</s>", "</s>e\u0301"],
+        ["<|im_end|>e\u0301", "<|im_end|>e"],
+    ):
+        rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        grammar = GrammarConstraint.from_ebnf(tokenizer, f"root ::= {rule}", **sizes)
+        outs = [walk(grammar, draw) for _ in range(60)]
+        assert all(out[-1] == 2 and not tokenizer._special & {*out[:-1]} for out in outs)
+        assert {tokenizer.decode_bytes(out[:-1]).decode() for out in outs} == set(texts)
+
+
+def test_what_the_library_is_given_has_the_bytes_and_no_control_token() -> None:
+    for tokenizer in (sentencepiece(True)[0], byte_level("qwen2")[0]):
+        vocabulary = _Vocabulary(tokenizer, tokenizer.vocab_size, 2)
+        for text in ("</s>e\u0301", "<|im_end|>e\u0301", "the", " the", "\u6f22", ""):
+            ids = vocabulary(text)
+            assert tokenizer.decode_bytes(ids) == text.encode()
+            assert not tokenizer._special & {*ids}
 
 
 @pytest.mark.parametrize("choices", [[], [""], ["a", ""], "abc"])

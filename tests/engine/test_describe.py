@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forkserve.engine.local.describe import from_gguf, from_hugging_face
+from forkserve.engine.local.describe import from_gguf, from_hugging_face, tied_head
 from forkserve.engine.local.rotary import Rope
 from forkserve.engine.local.spec import ModelSpec
 from forkserve.errors import ModelError
@@ -52,6 +52,70 @@ def test_mistral_has_its_window_on_all_layers() -> None:
     assert spec.head_dim == 32
     assert hf("MistralForCausalLM", sliding_window=None).windows == (0,) * 12
     assert hf("MistralForCausalLM", sliding_window=32768).windows == (0,) * 12  # hides nothing
+
+
+def test_what_a_mistral_or_a_qwen_leaves_out() -> None:
+    """Defaults of their configurations in transformers."""
+    bare = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    many = {**bare, "num_attention_heads": 64, "hidden_size": 4096}
+    specs = {
+        name: from_hugging_face({**many, "architectures": [f"{name}ForCausalLM"]}, "here")
+        for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    }
+    assert {name: spec.kv_heads for name, spec in specs.items()} == {
+        "Llama": 64,
+        "Mistral": 8,
+        "Qwen2": 32,
+        "Qwen3": 32,
+    }
+    assert {name: spec.windows[0] for name, spec in specs.items()} == {
+        "Llama": 0,
+        "Mistral": 4096,
+        "Qwen2": 0,
+        "Qwen3": 0,
+    }
+    assert {name: spec.head_dim for name, spec in specs.items()} == {
+        "Llama": 64,
+        "Mistral": 64,
+        "Qwen2": 64,
+        "Qwen3": 128,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, False),
+        ({"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}, True),
+        ({"architectures": ["Gemma3ForCausalLM"]}, True),
+        ({"architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": False}, False),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}, True),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"]}
+            | {"text_config": {"tie_word_embeddings": False}},
+            False,
+        ),
+    ],
+)
+def test_tied_heads(config: dict[str, Any], tied: bool) -> None:
+    assert tied_head(config) is tied
+
+
+def test_factors_that_a_length_implies() -> None:
+    """Files of LongRoPE give the original length beside the rest, and no factor."""
+    lists = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"type": "longrope", **lists}
+    spec = hf("LlamaForCausalLM", rope_scaling=rope, original_max_position_embeddings=4096)
+    assert spec.context == 32768
+    assert spec.ropes[0].magnitude == pytest.approx(math.sqrt(1 + math.log(8) / math.log(4096)))
+    (short,), (long,) = spec.within(4096).ropes, spec.within(4097).ropes
+    assert "long_factor" not in dict(short.params)
+    assert "short_factor" not in dict(long.params)
+    assert (short.inv_freq(16) == 2 * long.inv_freq(16)).all()
+    given = {**rope, "attention_factor": 1.25, "factor": 8.0}
+    assert hf("LlamaForCausalLM", rope_scaling=given).ropes[0].magnitude == 1.25
+    yarn = {"type": "yarn", "original_max_position_embeddings": 8192}
+    assert dict(hf("Qwen2ForCausalLM", rope_scaling=yarn).ropes[0].params)["factor"] == 4.0
 
 
 def test_qwen_says_from_which_layer_on_and_whether() -> None:
@@ -163,6 +227,16 @@ def test_yarn_in_gguf() -> None:
     assert dict(spec.ropes[0].params)["beta_fast"] == 16.0
     assert spec.ropes[0].magnitude == pytest.approx(0.5 * (1 + 0.1 * math.log(4)))
     assert spec.context == 131072
+
+
+def test_a_scaling_factor_alone_is_linear_in_gguf() -> None:
+    """As llama.cpp reads it; old files call it scale_linear, and "none" has none."""
+    linear = Rope(10000.0, "linear", (("factor", 4.0),))
+    assert gguf("llama", rope__scaling__factor=4.0).ropes == (linear,)
+    assert gguf("llama", rope__scale_linear=4.0).ropes == (linear,)
+    for keys in ({"type": "none", "factor": 4.0}, {"type": "linear"}):
+        named = {f"rope__scaling__{key}": value for key, value in keys.items()}
+        assert gguf("llama", **named).ropes == (Rope(10000.0),)
 
 
 def test_what_a_gguf_may_not_ask_for() -> None:

@@ -34,6 +34,8 @@ GLOBAL = {
 TWINS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "llama", {}),
     ("llama", "llama", {"rope_parameters": LINEAR, "tie_word_embeddings": True}),
+    ("llama", "llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    ("llama", "llama", {"head_dim": 80}),
     ("mistral", "llama", {"sliding_window": 20}),
     ("qwen2", "qwen2", {"rope_parameters": YARN}),
     ("qwen2", "qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),

@@ -25,6 +25,14 @@ from forkserve.errors import ModelError
 from .conftest import Checkpoints, tiny_config
 from .gguf_files import write_gguf
 
+LONG = {
+    "rope_type": "longrope",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+}
+
 
 def load(path: str | Path) -> LocalBackend:
     return LocalBackend(tiny_config(), path)
@@ -84,7 +92,10 @@ def test_unsupported_gguf(checkpoint: Checkpoints, tmp_path: Path) -> None:
     fails(write_gguf(path, model, bad_merge=True), "merges disagree")
     fails(write_gguf(path, model, skip="blk.1.ffn_up.weight"), r"no tensor 'blk\.1\.ffn_up")
     scaling = gguf.RopeScalingType
-    fails(write_gguf(path, model, scaling=scaling.LONGROPE), "'longrope' .*length.*Take a version")
+    fails(
+        write_gguf(path, model, scaling=scaling.LONGROPE),
+        "'longrope' is not supported from GGUF; none, linear, yarn are",
+    )
     fails(write_gguf(path, model, scaling=scaling.YARN), "'yarn' lacks factor")
 
 
@@ -174,9 +185,12 @@ def test_unsupported_configurations(folder: Path) -> None:
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'"),
         (
-            {"rope_parameters": {"rope_type": "dynamic"}},
-            "scaling 'dynamic' .*length.*'default' in its",
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            "'longrope' lacks short_factor, long_factor",
         ),
+        ({"rope_parameters": LONG | {"long_factor": [1.0]}}, "1 rotary factors for 8 frequencies"),
+        ({"rope_parameters": LONG | {"short_factor": [0.0] * 8}}, "no finite frequencies"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "scaling 'spiral' is not supported; "),
         ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' lacks factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
@@ -187,6 +201,24 @@ def test_unsupported_configurations(folder: Path) -> None:
         config.write_text(original)
         change(config, **values)
         fails(folder, match)
+
+
+def test_a_head_that_is_missing_is_no_tied_one(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """A file without the output's matrix has to say that the embedding is in its place."""
+    _, tied = checkpoint("llama", tie_word_embeddings=True)
+    copy = tmp_path / "tied"
+    shutil.copytree(tied, copy)
+    config = copy / "config.json"
+    LocalBackend(tiny_config(), copy).close()
+    for value in (False, None):  # as it is in a Llama that does not say
+        change(config, tie_word_embeddings=value)
+        fails(copy, r"no tensor 'lm_head\.weight'.*tie_word_embeddings=true")
+
+
+def test_parts_of_a_gguf(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    model, _ = checkpoint("llama")
+    path = write_gguf(tmp_path / "m-00001-of-00003.gguf", model, split=3)
+    fails(path, "one of 3 parts.*--merge")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -22,6 +22,14 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [1.5 + i for i in range(8)],
+}
 GLOBAL = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -34,7 +42,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tie_word_embeddings": True, "shard": True}),
     ("llama", {"rope_parameters": LLAMA3}),
     ("llama", {"rope_parameters": LINEAR, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {"rope_parameters": DYNAMIC}),
     ("llama", {"num_key_value_heads": 4}),
+    ("llama", {"head_dim": 80, "num_key_value_heads": 1}),
+    ("llama", {"head_dim": 18}),
     ("qwen2", {"shard": True}),
     ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     ("qwen3", {}),
@@ -46,8 +57,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 20}),
     ("mistral", {"sliding_window": 1}),
     ("mistral", {"sliding_window": 61, "shard": True}),
+    ("mistral", {"sliding_window": None, "head_dim": 32, "tie_word_embeddings": True}),
     ("gemma2", {"sliding_window": 20, **SHARP}),
     ("gemma2", {"sliding_window": 4096, "tie_word_embeddings": True}),
+    ("gemma3", {"sliding_window": 20, **SHARP}),  # of which only the logits' is used
     ("gemma3", {"sliding_window": 20, "tie_word_embeddings": True, "query_pre_attn_scalar": 40}),
     (
         "gemma3",
@@ -71,6 +84,8 @@ def close(got: np.ndarray, want: np.ndarray) -> None:
 def test_cold_shared_forked_restored(
     checkpoint: Checkpoints, kernels: str, family: str, changes: dict[str, Any]
 ) -> None:
+    if changes.get("head_dim", 16) % 16:
+        kernels = "torch"  # the native ones are for multiples of 16
     model, folder = checkpoint(family, **changes)
     backend = LocalBackend(tiny_config(), folder, kernels=kernels)
     rig = Rig(backend, seed=len(repr(changes)))
@@ -111,6 +126,22 @@ def test_cold_shared_forked_restored(
     close(got[0], reference(model, text + a)[100:])
     close(got[1], reference(model, text[:70] + b)[70:])
     backend.close()
+
+
+@pytest.mark.parametrize(("limit", "length"), [(64, 64), (None, 100)])
+def test_factors_for_long_sequences(
+    checkpoint: Checkpoints, kernels: str, limit: int | None, length: int
+) -> None:
+    """One engine has one table: that of its longest sequence.  Rows of the other aren't read."""
+    model, folder = checkpoint("llama", rope_parameters=LONG)
+    backend = LocalBackend(tiny_config(max_context=limit), folder, kernels=kernels)
+    rig, text = Rig(backend), ids(length, 1)
+    close(rig.logits(rig.work(rig.root(), text))[0], reference(model, text))
+    own = backend.identity(lambda files: "weights")["rope"]
+    other = LocalBackend(tiny_config(max_context=65 if limit else 64), folder, kernels=kernels)
+    assert other.identity(lambda files: "weights")["rope"] != own
+    backend.close()
+    other.close()
 
 
 def test_the_language_model_beside_a_vision_part(tmp_path: Path) -> None:

@@ -189,6 +189,8 @@ def test_what_the_engine_refuses() -> None:
     "values",
     [
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-300},  # nothing, in float32
+        {"repetition_penalty": 1e300},
         {"repetition_penalty": float("nan")},
         {"repetition_penalty": float("inf")},
         {"presence_penalty": 2.1},

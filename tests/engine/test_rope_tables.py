@@ -9,6 +9,7 @@ import torch
 from forkserve import Engine
 from forkserve.engine.local import LocalBackend, rotary
 from forkserve.engine.local.rotary import Turns
+from forkserve.errors import ContextOverflow
 from forkserve.types import SamplingParams
 
 from .conftest import VOCAB, Checkpoints, tiny_config
@@ -53,8 +54,8 @@ def test_the_end_of_the_context_is_reached() -> None:
     np.testing.assert_array_equal(turns.sin, -np.arange(5))
 
 
-def test_what_the_refusal_of_dynamic_scaling_advises() -> None:
-    """Hugging Face's own is "default" up to the trained length, and another table beyond it."""
+def test_dynamic_scaling_is_none_up_to_the_trained_length() -> None:
+    """Hugging Face has another table beyond it; here no sequence is longer."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -65,8 +66,19 @@ def test_what_the_refusal_of_dynamic_scaling_advises() -> None:
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     )
     table = ROPE_INIT_FUNCTIONS["dynamic"]
-    ours = rotary.Rope(10000.0).inv_freq(16)
+    ours = rotary.checked_rope(10000.0, {"rope_type": "dynamic"}, "here").inv_freq(16)
     for length, same in ((1, True), (512, True), (513, False)):
         theirs, scale = table(config, torch.device("cpu"), seq_len=length)
         assert scale == 1.0
         assert torch.allclose(theirs, ours.to(theirs.dtype), rtol=1e-6, atol=0) is same
+
+
+def test_a_sequence_past_the_trained_length_of_dynamic_scaling(
+    checkpoint: Checkpoints, kernels: str
+) -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    _, folder = checkpoint("llama", rope_parameters=dynamic, max_position_embeddings=64)
+    with Engine(LocalBackend(tiny_config(), folder, kernels=kernels)) as eng:
+        eng.open([1] * 64, session="a", prefill=False)
+        with pytest.raises(ContextOverflow, match="64"):
+            eng.open([1] * 65)

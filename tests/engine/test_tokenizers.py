@@ -194,8 +194,40 @@ def test_pre_tokenizers() -> None:
         "I", "'LL", " pay", " ", "1", "2", "3", "4", "5", " ", " x", "\n\n", " y",
     ]  # fmt: skip
     assert split("smollm", "ab 123")[1:] == [" ", "1", "2", "3"]
-    for other, same in (("llama-v3", "llama-bpe"), ("deepseek-r1-qwen", "qwen2")):
+    assert split("tekken", "don't aReadMe/2024 X\n") == [
+        "don", "'t", " a", "Read", "Me", "/", "2", "0", "2", "4", " X", "\n",
+    ]  # fmt: skip
+    for other, same in (
+        *(("llama-v3", "llama-bpe"), ("falcon3", "llama-bpe"), ("pixtral", "llama-bpe")),
+        ("deepseek-r1-qwen", "qwen2"),
+    ):
         assert split(other, text) == split(same, text)
+
+
+@pytest.mark.parametrize(
+    ("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("smollm", False)]
+)
+def test_words_that_no_merges_make(pre: str, whole: bool) -> None:
+    """Llama 3 and Tekken take a word of the vocabulary as it is."""
+    _, meta = byte_level(pre)
+    tokens = [*meta["tokenizer.ggml.tokens"], "Ġzyx"]
+    kinds = [*meta["tokenizer.ggml.token_type"], NORMAL]
+    more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    tokenizer = LocalTokenizer.from_gguf({**meta, **more}, "here")
+    assert (tokenizer.encode(" zyx") == [len(tokens) - 1]) is whole
+    assert tokenizer.decode_bytes(tokenizer.encode(" zyx")) == b" zyx"
+
+
+def test_files_that_name_no_split() -> None:
+    """Those of before May 2024: told by the architecture, or by a token that only Llama 3 has."""
+    text = "I'LL pay 12345"
+    for pre in ("qwen2", "llama-bpe", "default"):
+        named, meta = byte_level(pre)
+        bare = {key: value for key, value in meta.items() if key != "tokenizer.ggml.pre"}
+        if pre == "llama-bpe":
+            bare["tokenizer.ggml.tokens"] = [*meta["tokenizer.ggml.tokens"], "<|begin_of_text|>"]
+        bare["general.architecture"] = "qwen3" if pre == "qwen2" else "llama"
+        assert LocalTokenizer.from_gguf(bare, "here").encode(text) == named.encode(text)
 
 
 # -- streams ---------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from forkserve.adapters.langgraph.state import Ref, checked
 from forkserve.adapters.langgraph.turns import Place, Turn
 from forkserve.api import Engine
 from forkserve.branch import Branch
-from forkserve.engine.prompting import render_prompt
+from forkserve.engine.prompting import opening_ids, render_prompt
 from forkserve.errors import AdapterError, ForkServeError, NodeError, SessionError
 from forkserve.session import Prompt, Session
 from forkserve.types import NodeMode, Tokens, derive_seed
@@ -211,7 +211,7 @@ class Registry:
         """A prompt as token ids."""
         tokenizer = self.engine.backend.tokenizer
         if isinstance(prompt, str):
-            return tokenizer.encode(prompt)
+            return opening_ids(tokenizer, prompt)
         if len(prompt) and not isinstance(prompt[0], int):
             return tokenizer.encode(render_prompt(tokenizer, prompt))  # type: ignore[arg-type]
         return list(prompt)  # type: ignore[arg-type]

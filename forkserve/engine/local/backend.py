@@ -65,8 +65,8 @@ class LocalBackend:
         self.clock: Clock = SystemClock()
         source = open_checkpoint(model)
         try:
-            spec = source.spec
-            context = min(spec.context, config.max_context or spec.context)
+            context = min(source.spec.context, config.max_context or source.spec.context)
+            source.spec = spec = source.spec.within(context)
             tokenizer = source.load_tokenizer()
             tokenizer.split_special_tokens = config.split_special_tokens
             self.tokenizer: Tokenizer = tokenizer

@@ -19,8 +19,8 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from forkserve.engine.local.bounded import Bounded, begin
 from forkserve.engine.local.provenance import (
     Follower,
     Mask,
@@ -58,7 +58,7 @@ class ChatTemplate:
         names = [name for name in markers if movable(name)]
         self._pattern = pattern_of(names)
         try:
-            environment = ImmutableSandboxedEnvironment(**_OPTIONS)
+            environment = Bounded(**_OPTIONS)
             environment.filters["tojson"] = _tojson
             self._template = _prepared(environment).from_string(source)
             self._openings = Openings(environment.parse(source), tokens.values(), names)
@@ -132,6 +132,7 @@ class ChatTemplate:
         return text
 
     def _run(self, template: jinja2.Template, given: _Arguments) -> str:
+        begin()
         try:
             return template.render(**given, **self._tokens)
         except Exception as error:  # a template is a program, and may fail in any way
@@ -228,7 +229,7 @@ def _spaced(found: re.Match[str]) -> str:
     return f"{name[0]} {name[1:]}" if len(name) > 1 else ""
 
 
-def _prepared(environment: ImmutableSandboxedEnvironment) -> ImmutableSandboxedEnvironment:
+def _prepared(environment: Bounded) -> Bounded:
     """With what Hugging Face gives to templates."""
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _strftime_now

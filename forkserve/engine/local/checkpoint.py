@@ -13,7 +13,12 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from forkserve.engine.local.describe import from_gguf, from_hugging_face, text_config
+from forkserve.engine.local.describe import (
+    from_gguf,
+    from_hugging_face,
+    text_config,
+    tied_head,
+)
 from forkserve.engine.local.gguf import GGUFFile
 from forkserve.engine.local.sound import checked, finite, readable
 from forkserve.engine.local.spec import FAMILIES, ModelSpec
@@ -179,6 +184,11 @@ class GGUFCheckpoint:
         self._file = GGUFFile(path)
         self.name = path.stem
         with readable(f"{path}: its metadata"):
+            if (parts := self._file.meta.get("split.count", 0)) > 1:
+                raise ModelError(
+                    f"{path} is one of {parts} parts of a model; join them first: "
+                    "llama-gguf-split --merge FIRST-PART WHOLE.gguf"
+                )
             self.spec = checked(from_gguf(self._file.meta, str(path)), str(path))
 
     def has(self, name: str) -> bool:
@@ -232,6 +242,11 @@ class SafetensorsCheckpoint:
             self._where = self._index()
         self._names = _HF_POST_NORMS if self.spec.post_norms else _HF_LAYER
         self._prefix = self._find_prefix()
+        if not self.has("head") and not tied_head(self._config):
+            raise ModelError(
+                f"{folder} has no tensor '{self._full('head')}', and its config.json does not say "
+                "tie_word_embeddings=true, by which the embedding would take its place"
+            )
 
     def _index(self) -> dict[str, Path]:
         """Tensor name -> file."""

@@ -11,7 +11,7 @@ from forkserve.engine.local.sound import whole
 from forkserve.engine.local.spec import FAMILIES, ModelSpec
 from forkserve.errors import ModelError
 
-__all__ = ["from_gguf", "from_hugging_face", "text_config"]
+__all__ = ["from_gguf", "from_hugging_face", "text_config", "tied_head"]
 
 _HF_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -31,9 +31,11 @@ _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
 }
+_QWEN = {"num_key_value_heads": 32, "use_sliding_window": False}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen2": {"use_sliding_window": False},
-    "qwen3": {"use_sliding_window": False},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
     "gemma2": {
         **_GEMMA,
         "vocab_size": 256_000,
@@ -54,6 +56,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 _ACTS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_OLD = "original_max_position_embeddings"
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
@@ -61,6 +64,15 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part about the language model: all of it, or what stands beside a vision part."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
+
+
+def tied_head(config: Mapping[str, Any]) -> bool:
+    """Whether the embedding is the output's matrix too: by the file, or as the family has it."""
+    for part in (config, text_config(config)):
+        if part.get("tie_word_embeddings") is not None:
+            return bool(part["tie_word_embeddings"])
+    family = _HF_ARCHITECTURES[config["architectures"][0]]
+    return FAMILIES[family].post_norms  # Gemma's
 
 
 def from_hugging_face(config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -117,7 +129,7 @@ def from_hugging_face(config: Mapping[str, Any], where: str) -> ModelSpec:
         rope_of=rope_of,
         windows=_windows([window if kind == _LOCAL else 0 for kind in kinds], context),
         attn_scale=float(config.get("query_pre_attn_scalar") or head_dim) ** -0.5,
-        attn_softcap=float(config.get("attn_logit_softcapping") or 0.0),
+        attn_softcap=float(config.get("attn_logit_softcapping") or 0.0) if traits.capped else 0.0,
         final_softcap=float(config.get("final_logit_softcapping") or 0.0),
         embed_scale=math.sqrt(hidden) if traits.scaled_embed else 1.0,
         act=traits.act,
@@ -155,8 +167,13 @@ def _hf_ropes(
     theta = float(config.get("rope_theta") or 10000.0)
 
     def table(given: Mapping[str, Any], theta: float) -> Rope:
-        filled = {"original_max_position_embeddings": config.get("max_position_embeddings")}
-        return checked_rope(float(given.get("rope_theta") or theta), {**filled, **given}, where)
+        trained, old = config.get("max_position_embeddings"), config.get(_OLD) or given.get(_OLD)
+        filled = {"partial_rotary_factor": config.get("partial_rotary_factor"), **given}
+        filled[_OLD] = old or trained
+        kind = given.get("rope_type", given.get("type"))
+        if kind in ("yarn", "longrope") and given.get("factor") is None and trained and old:
+            filled["factor"] = trained / old
+        return checked_rope(float(given.get("rope_theta") or theta), filled, where)
 
     local = config.get("rope_local_base_freq")
     if any(kind in given for kind in (_LOCAL, _GLOBAL)):  # one for each kind of layer
@@ -181,7 +198,7 @@ def _context(trained: int, ropes: Sequence[Rope]) -> int:
     for rope in ropes:
         if rope.kind == "yarn":
             params = dict(rope.params)
-            stretched = params["factor"] * params["original_max_position_embeddings"]
+            stretched = params["factor"] * params[_OLD]
             trained = max(trained, int(stretched))
     return trained
 
@@ -195,6 +212,7 @@ def _windows(windows: Sequence[int], context: int) -> tuple[int, ...]:
 
 # llama.cpp's own constants for what its files leave out.
 _GGUF_PERIOD = {"gemma2": 2, "gemma3": 6}
+_GGUF_SCALING = ("none", "linear", "yarn")
 _GGUF_EVERYWHERE = ("llama",)  # a window is one of all layers: Mistral
 _GGUF_LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models, which scale otherwise
 
@@ -250,7 +268,7 @@ def from_gguf(meta: Mapping[str, Any], where: str) -> ModelSpec:
         rope_of=rope_of,
         windows=_windows([window if is_local else 0 for is_local in local], context),
         attn_scale=_gguf_scale(get, arch, layers, hidden // heads, head_dim),
-        attn_softcap=float(get("attn_logit_softcapping", 50.0 if gemma2 else 0.0)),
+        attn_softcap=float(get("attn_logit_softcapping", 50.0)) if traits.capped else 0.0,
         final_softcap=float(get("final_logit_softcapping", 30.0 if gemma2 else 0.0)),
         embed_scale=math.sqrt(hidden) if traits.scaled_embed else 1.0,
         act=traits.act,
@@ -282,14 +300,19 @@ def _gguf_ropes(
     get: Callable[..., Any], arch: str, local: Sequence[bool], where: str
 ) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
     """The tables, and which of them each layer uses: Gemma 3's local layers have their own."""
-    kind = get("rope.scaling.type", "none")
-    given: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind}
-    if factor := get("rope.scaling.factor", 0.0):
+    factor = get("rope.scaling.factor", 0.0) or get("rope.scale_linear", 0.0)
+    kind = get("rope.scaling.type", "linear" if factor else "none")
+    if kind not in _GGUF_SCALING:
+        raise ModelError(
+            f"{where}: rotary scaling '{kind}' is not supported from GGUF; "
+            f"{', '.join(_GGUF_SCALING)} are"
+        )
+    plain = kind == "none" or (kind == "linear" and not factor)
+    given: dict[str, Any] = {"rope_type": "default" if plain else kind}
+    if factor:
         given["factor"] = factor
     if kind == "yarn":
-        given["original_max_position_embeddings"] = get(
-            "rope.scaling.original_context_length", get("context_length")
-        )
+        given[_OLD] = get("rope.scaling.original_context_length", get("context_length"))
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
             given[ours] = get(f"rope.scaling.{theirs}", 0.0)
         magnitude = get("rope.scaling.yarn_attn_factor", get("rope.scaling.attn_factor", 0.0))

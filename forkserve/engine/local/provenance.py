@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 from jinja2 import nodes
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from forkserve.engine.local.bounded import Bounded, through
 from forkserve.errors import ModelError
 from forkserve.prompt_text import PromptText
 
@@ -309,7 +309,7 @@ def _bare(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return {read(name): read(item) for name, item in pairs}
 
 
-class Follower(ImmutableSandboxedEnvironment):
+class Follower(Bounded):
     """An environment whose templates read through the shadow where they compare or search.
 
     dump: the filter ``tojson``.
@@ -333,9 +333,9 @@ class Follower(ImmutableSandboxedEnvironment):
         """Both sides of a comparison are read."""
         tree = super()._parse(source, name, filename)
         for compare in list(tree.find_all(nodes.Compare)):
-            compare.expr = _read_node(compare.expr)
+            compare.expr = through(compare.expr, "forkserve_read")
             for operand in compare.ops:
-                operand.expr = _read_node(operand.expr)
+                operand.expr = through(operand.expr, "forkserve_read")
         return tree.set_environment(self)  # type: ignore[return-value]  # it is the tree
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -348,10 +348,6 @@ class Follower(ImmutableSandboxedEnvironment):
         if isinstance(owner, str) and (method := _METHODS.get(function.__name__)) is not None:
             function = functools.partial(method, owner)
         return super().call(context, function, *args, **kwargs)
-
-
-def _read_node(node: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(node, "forkserve_read", [], [], None, None, lineno=node.lineno)
 
 
 # -- what can't happen -----------------------------------------------------------------------

@@ -1,14 +1,17 @@
 """Rotary position embedding: which frequencies a model turns its rows with.
 
-Kinds by Hugging Face's names.  "dynamic" and "longrope" are refused: their frequencies depend on
-the length of the sequence, so a row computed early would differ from the same row computed late.
+Kinds by Hugging Face's names.  Two of them turn a sequence by its length, so that a row computed
+early would differ from the same row computed late; here one engine has one table.  "dynamic" is
+"default" up to the trained length, and no sequence is longer.  "longrope" has two lists of factors:
+those for long sequences are taken where the engine's context exceeds the original one
+(`Rope.within`), as vLLM and llama.cpp do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,16 +41,26 @@ class Rope:
             return freq / factors
         return _KINDS[self.kind].scale(freq, self.theta, dict(self.params))
 
+    def within(self, context: int) -> Rope:
+        """The table of an engine whose sequences have up to `context` positions."""
+        if self.kind != "longrope":
+            return self
+        params = dict(self.params)
+        unused = "short_factor" if context > params[_OLD] else "long_factor"
+        return replace(self, params=tuple(p for p in self.params if p[0] != unused))
+
     @property
     def magnitude(self) -> float:
-        """What cos and sin are multiplied by; 1 for all kinds but yarn."""
-        if self.kind != "yarn":
+        """What cos and sin are multiplied by; 1 for all kinds but yarn and longrope."""
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         params = dict(self.params)
         given = params.get("attention_factor")
         if given is not None:
             return float(given)
         factor = float(params["factor"])
+        if self.kind == "longrope":
+            return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(params[_OLD]))
         top, bottom = params.get("mscale"), params.get("mscale_all_dim")
         if top and bottom:
             return _temperature(factor, float(top)) / _temperature(factor, float(bottom))
@@ -80,9 +93,8 @@ def checked_rope(theta: float, given: Mapping[str, Any], where: str) -> Rope:
     """A table from a file's parameters ("rope_type" or "type" names the kind)."""
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in _KINDS:
-        why = _REFUSED.get(kind, "")
         raise ModelError(
-            f"{where}: rotary scaling '{kind}' is not supported; {', '.join(_KINDS)} are{why}"
+            f"{where}: rotary scaling '{kind}' is not supported; {', '.join(_KINDS)} are"
         )
     known = _KINDS[kind]
     missing = [key for key in known.needs if given.get(key) is None]
@@ -94,7 +106,11 @@ def checked_rope(theta: float, given: Mapping[str, Any], where: str) -> Rope:
             f"{where}: partial_rotary_factor {partial} is not supported; whole heads are rotated"
         )
     keys = [*known.needs, *(key for key in known.takes if given.get(key) is not None)]
-    return Rope(float(theta), kind, tuple((key, given[key]) for key in keys))
+    return Rope(float(theta), kind, tuple((key, _frozen(given[key])) for key in keys))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,26 +161,26 @@ def _temperature(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
+def _longrope(freq: torch.Tensor, theta: float, rope: Mapping[str, Any]) -> torch.Tensor:
+    """LongRoPE (Ding et al., 2024): every frequency has a divisor of its own."""
+    factors = torch.tensor(rope.get("short_factor") or rope["long_factor"], dtype=torch.float32)
+    if factors.shape != freq.shape:
+        raise ValueError(f"{factors.numel()} rotary factors for {freq.numel()} frequencies")
+    return freq / factors
+
+
 _OLD = "original_max_position_embeddings"
 _KINDS = {
     "default": _Kind(_same),
     "linear": _Kind(_linear, ("factor",)),
+    "dynamic": _Kind(_same),  # up to max_position_embeddings [transformers, modeling_rope_utils]
     "llama3": _Kind(_llama3, ("factor", _OLD, "low_freq_factor", "high_freq_factor")),
     "yarn": _Kind(
         _yarn,
         ("factor", _OLD),
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
-}
-# Hugging Face computes both anew as a sequence grows, so rows that were cached would be wrong.
-_CHANGING = ". Its frequencies depend on the length of the sequence: cached rows would be wrong. "
-_LONG = (
-    f"{_CHANGING}Take a version of the model without it, such as the one for its trained context"
-)
-_REFUSED = {
-    # Up to max_position_embeddings "dynamic" is "default" [transformers, modeling_rope_utils].
-    "dynamic": f"{_CHANGING}Write 'default' in its place, and the model is the same up to its "
-    "max_position_embeddings tokens",
-    "longrope": _LONG,
-    "su": _LONG,
+    "longrope": _Kind(
+        _longrope, ("factor", _OLD, "short_factor", "long_factor"), ("attention_factor",)
+    ),
 }

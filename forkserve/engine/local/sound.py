@@ -57,7 +57,7 @@ def checked(spec: ModelSpec, where: str) -> ModelSpec:
         )
     if spec.head_dim % 2:
         raise ModelError(f"{where}: heads of {spec.head_dim} values cannot be rotated in pairs")
-    for table in spec.ropes:
+    for table in [rope.within(end) for rope in spec.ropes for end in (1, spec.context)]:
         turns = table.inv_freq(spec.head_dim, None)
         if not bool(turns.isfinite().all()) or not isfinite(table.magnitude):
             raise ModelError(f"{where}: rotary scaling '{table.kind}' gives no finite frequencies")

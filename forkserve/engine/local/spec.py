@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forkserve.engine.local.rotary import Rope
 
@@ -17,7 +17,8 @@ class Family:
     per head.  gguf_pairs: its GGUF stores the rows of q and k in adjacent pairs, where we rotate
     halves.  norm_plus_one: its safetensors hold norm weights minus one (GGUF holds them whole, and
     so does everything past the checkpoint).  scaled_embed: embeddings are multiplied by
-    sqrt(hidden).  act, post_norms: as in `ModelSpec`.
+    sqrt(hidden).  capped: scores of attention are, by the file's cap; Gemma 3's are not, though its
+    configuration has the name [transformers, modeling_gemma3].  act, post_norms: as in `ModelSpec`.
     """
 
     qkv_bias: bool | None = None
@@ -27,6 +28,7 @@ class Family:
     post_norms: bool = False
     norm_plus_one: bool = False
     scaled_embed: bool = False
+    capped: bool = False
 
 
 _GEMMA = {"act": "gelu_tanh", "post_norms": True, "norm_plus_one": True, "scaled_embed": True}
@@ -36,7 +38,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(qkv_bias=False),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
-    "gemma2": Family(**_GEMMA),  # type: ignore[arg-type]
+    "gemma2": Family(capped=True, **_GEMMA),  # type: ignore[arg-type]
     "gemma3": Family(qk_norm=True, **_GEMMA),  # type: ignore[arg-type]
 }
 
@@ -71,6 +73,10 @@ class ModelSpec:
     embed_scale: float = 1.0
     act: str = "silu"
     post_norms: bool = False
+
+    def within(self, context: int) -> ModelSpec:
+        """The same for an engine whose sequences have up to `context` positions."""
+        return replace(self, ropes=tuple(rope.within(context) for rope in self.ropes))
 
     @property
     def window(self) -> int:

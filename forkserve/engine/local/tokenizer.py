@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from forkserve.engine.local.chat import ChatTemplate
 from forkserve.engine.local.literal import Literal
-from forkserve.engine.local.vocabulary import from_metadata, named_tokens
+from forkserve.engine.local.vocabulary import begin_of_text, from_metadata, named_tokens
 from forkserve.errors import ModelError
 from forkserve.prompt_text import Piece, PromptText, occurrences, pattern_of, plain
 from forkserve.values import utf8
@@ -53,15 +53,18 @@ class LocalTokenizer:
         templates: Mapping[str, str],
         named: Mapping[str, str],
         where: str,
+        begin: int | None = None,
     ) -> None:
         """templates: chat templates by name, "default" and perhaps "tool_use".
 
         named: special tokens by role ("bos_token"), as a chat template sees them.
+        begin: the token that stands before every text, if one does.
         """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._where = where
+        self.begin_ids: tuple[int, ...] = () if begin is None else (begin,)
         added = backend.get_added_tokens_decoder()
         control = {i: token for i, token in added.items() if token.special}
         self._special = frozenset(control)
@@ -170,7 +173,8 @@ class LocalTokenizer:
         if f"{name}.tool_use" in meta:
             templates["tool_use"] = meta[f"{name}.tool_use"]
         backend = from_metadata(meta, where)
-        return cls(backend, templates=templates, named=named_tokens(meta), where=where)
+        named, begin = named_tokens(meta), begin_of_text(meta)
+        return cls(backend, templates=templates, named=named, where=where, begin=begin)
 
     @classmethod
     def from_folder(cls, folder: Path) -> LocalTokenizer:
@@ -182,20 +186,30 @@ class LocalTokenizer:
             backend = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ModelError(f"cannot read {path}: {error}") from error
-        config: dict[str, Any] = {}
         settings = folder / "tokenizer_config.json"
-        if settings.exists():
-            try:
-                config = json.loads(settings.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ModelError(f"cannot read {settings}: {error}") from error
+        config = _settings(settings) if settings.exists() else {}
         named = {}
         for role, value in config.items():
             text = value.get("content") if isinstance(value, dict) else value
             if role.endswith("_token") and isinstance(text, str):
                 named[role] = text
         _declare(backend, config, named.values())
-        return cls(backend, templates=_templates(folder, config), named=named, where=str(folder))
+        return cls(
+            backend,
+            templates=_templates(folder, config),
+            named=named,
+            where=str(folder),
+            begin=_begin_of_text(backend, named),
+        )
+
+
+def _begin_of_text(backend: Tokenizer, named: Mapping[str, str]) -> int | None:
+    """The token that the post-processor of a tokenizer.json puts before a text.
+
+    Hugging Face asks nothing else: with such a file ``add_bos_token`` has no say [transformers 5].
+    """
+    bos: int | None = backend.token_to_id(named.get("bos_token", ""))
+    return bos if backend.encode("a").ids[:1] == [bos] else None
 
 
 def _declare(backend: Tokenizer, config: Mapping[str, Any], roles: Iterable[str]) -> None:
@@ -229,6 +243,9 @@ def _declare(backend: Tokenizer, config: Mapping[str, Any], roles: Iterable[str]
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """A folder's chat templates by name: files win over what the configuration holds."""
     held = config.get("chat_template")
+    beside = folder / "chat_template.json"  # where models that see images have it
+    if held is None and beside.exists():
+        held = _settings(beside).get("chat_template")
     if isinstance(held, list):
         found = {entry["name"]: entry["template"] for entry in held}
     else:
@@ -239,6 +256,16 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if separate.exists():
         found["default"] = _text(separate)
     return found
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(_text(path))
+    except ValueError as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} does not hold a JSON object")
+    return value
 
 
 def _text(path: Path) -> str:

@@ -9,21 +9,28 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from forkserve.errors import ModelError
 
-__all__ = ["from_metadata", "named_tokens"]
+__all__ = ["begin_of_text", "from_metadata", "named_tokens"]
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")  # they take whole words of the vocabulary
-_SPLITS = {
-    **dict.fromkeys(_LLAMA3_NAMES, _LLAMA3),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
+# Mistral's from Nemo on: words part before a capital, digits stand alone.
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# They take whole words of the vocabulary, and put begin-of-text first [llama.cpp, llama-vocab.cpp].
+_WHOLE_WORDS = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
+    "tekken": _TEKKEN,
 }
+_SPLITS = {**_WHOLE_WORDS, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2}
 _PLAIN = ("gpt-2", "gpt2", "default")
 _DIGITS = ("smollm",)
+_UNNAMED = {"qwen2": "qwen2", "qwen3": "qwen2"}  # split by architecture, in files that name none
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 _FRAMES = frozenset(
@@ -89,6 +96,14 @@ def named_tokens(meta: Mapping[str, Any]) -> dict[str, str]:
     return named
 
 
+def begin_of_text(meta: Mapping[str, Any]) -> int | None:
+    """The token that stands before every text, if the file or its kind of tokenizer wants one."""
+    kind, split = meta.get("tokenizer.ggml.model"), _split(meta)
+    wanted = meta.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in _WHOLE_WORDS)
+    index = _role(meta, "bos") if wanted else None
+    return index if index is not None and 0 <= index < len(meta["tokenizer.ggml.tokens"]) else None
+
+
 def _role(meta: Mapping[str, Any], role: str) -> int | None:
     index: int | None = meta.get(f"tokenizer.ggml.{role}_token_id")
     if index is None and meta.get("tokenizer.ggml.model") == "llama":
@@ -101,15 +116,23 @@ def _role(meta: Mapping[str, Any], role: str) -> int | None:
 
 def _byte_level(meta: Mapping[str, Any], tokens: Sequence[str], where: str) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in meta.get("tokenizer.ggml.merges", ())]
-    split = meta.get("tokenizer.ggml.pre", "default")
+    split = _split(meta)
     pre = _pre_tokenizer(split, where)
     vocab = {token: i for i, token in enumerate(tokens)}
-    model = models.BPE(vocab, merges, ignore_merges=split in _LLAMA3_NAMES)
+    model = models.BPE(vocab, merges, ignore_merges=split in _WHOLE_WORDS)
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre
     if split == "qwen2":
         backend.normalizer = normalizers.NFC()
     return backend
+
+
+def _split(meta: Mapping[str, Any]) -> str:
+    """How a text is split into words.  Files of before May 2024 don't say."""
+    named: str | None = meta.get("tokenizer.ggml.pre")
+    if named is None and "<|begin_of_text|>" in meta.get("tokenizer.ggml.tokens", ()):
+        return "llama-bpe"
+    return named or _UNNAMED.get(meta.get("general.architecture", ""), "default")
 
 
 def _pre_tokenizer(split: str, where: str) -> Any:

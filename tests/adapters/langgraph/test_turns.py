@@ -52,6 +52,20 @@ def test_what_a_thread_is_told_later_is_rendered(make: Any) -> None:
     assert set(tree.nodes.values()) == set(tree.spine())
 
 
+def test_a_begin_of_text_token_stands_before_every_prompt(make: Any) -> None:
+    """One that the model's tokenizer wants: each turn's prompt is a whole text."""
+    fs, graph = talk(make, [])
+    tokenizer = fs.engine.backend.tokenizer
+    tokenizer.begin_ids = tuple(tokenizer.encode("<|im_start|>"))  # type: ignore[attr-defined]
+    for text in ("FIRST", "SECOND"):
+        result = graph.invoke(user(text), THREAD)
+        tip = result["fork_tip"]
+        tokens = fs.engine.tokens(tip["session"])
+        assert tuple(tokens[:1]) == tokenizer.begin_ids  # type: ignore[attr-defined]
+        assert tokens.count(tokens[0]) == 1
+    assert (fs.stats["opened"], fs.stats["reopened"], fs.stats["turns"]) == (1, 0, 1)
+
+
 def test_only_what_is_new_is_computed(make: Any) -> None:
     fs = make(render=render)
 
