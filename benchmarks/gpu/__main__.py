@@ -12,9 +12,11 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,12 +51,14 @@ def probe() -> dict[str, Any] | None:
 
 
 def _driver() -> str:
+    """The driver's version; "unknown" where nvidia-smi is not there or finds no GPU."""
     try:
         call = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         done = subprocess.run(call, check=False, capture_output=True, text=True)
-        return done.stdout.strip().split("\n")[0] or "unknown"
     except OSError:
         return "unknown"
+    found = done.stdout.strip().split("\n")[0] if done.returncode == 0 else ""
+    return found or "unknown"
 
 
 def kernel_tests(seconds: float, *chosen: str) -> dict[str, Any]:
@@ -72,19 +76,7 @@ def kernel_tests(seconds: float, *chosen: str) -> dict[str, Any]:
     else:
         call += ["-m", "not long"]
     begin = time.perf_counter()
-    try:
-        done = subprocess.run(
-            call,
-            check=False,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-        output, status = done.stderr + done.stdout, done.returncode  # its last line counts
-    except subprocess.TimeoutExpired as error:
-        output, status = f"stopped after {error.timeout:.0f} s", 1
+    output, status = _within(seconds, call)
     lines = output.strip().splitlines() or ["no output"]
     passed = status == 0
     if not passed:
@@ -93,8 +85,31 @@ def kernel_tests(seconds: float, *chosen: str) -> dict[str, Any]:
     return {"passed": passed, "summary": lines[-1], "wall_s": wall}
 
 
+def _within(seconds: float, call: list[str]) -> tuple[str, int]:
+    """What a command says, the summary last, and its status; ended with its workers when late."""
+    carried = filter(None, [os.environ.get("PYTHONPATH")])  # packages that somebody brought along
+    with subprocess.Popen(
+        call,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), *carried))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        try:
+            out, err = running.communicate(timeout=seconds)
+            return err + out, running.returncode
+        except BaseException as error:
+            os.killpg(running.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            out, err = running.communicate()
+            return f"{err}{out}\nstopped after {seconds:.0f} s", 1
+
+
 def benchmarks(found: dict[str, Any], end: float, sizes: Any, scale: float) -> dict[str, Any]:
-    """Every table, row by row while there is time; what was left out is said."""
+    """Every table, row by row while there is time; what was left out or failed is said."""
     import torch
 
     from benchmarks.gpu import attention, products
@@ -106,6 +121,7 @@ def benchmarks(found: dict[str, Any], end: float, sizes: Any, scale: float) -> d
         tables: dict[str, Any] = {
             "ceiling": {"copy_gb_s": top.copy_gbs, "gemm_bf16_tflop_s": top.gemm_tflops},
             "left_out": [],
+            "failed": [],
         }
         jobs: dict[str, Iterator[dict[str, Any]]] = {
             "paged": attention.paged(sizes, device, top),
@@ -117,11 +133,16 @@ def benchmarks(found: dict[str, Any], end: float, sizes: Any, scale: float) -> d
         }
         for name, rows in jobs.items():
             tables[name] = []
-            for row in rows:
-                tables[name].append(row)
-                if time.perf_counter() > end:
-                    tables["left_out"].append(f"{name} after {len(tables[name])} rows")
-                    break
+            try:
+                for row in rows:
+                    tables[name].append(row)
+                    if time.perf_counter() > end:
+                        tables["left_out"].append(f"{name} after {len(tables[name])} rows")
+                        break
+            except Exception as error:  # the rest is worth having
+                traceback.print_exc()
+                why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                tables["failed"].append(f"{name} after {len(tables[name])} rows: {why}")
     return tables
 
 
@@ -161,6 +182,8 @@ def show(result: dict[str, Any]) -> None:
             table.add_row(*cells)
         console.print(table)
     console.print(result["ceiling"], result["tests"])
+    for what in result["failed"]:
+        console.print(f"failed: {what}", markup=False)
 
 
 def main(
@@ -170,7 +193,7 @@ def main(
     results: Path = RESULTS,
     tests: tuple[str, ...] = (),
 ) -> int:
-    """0 if there is no GPU, or if the tests pass; a missed goal is a result.
+    """0 if there is no GPU, or if the tests pass and no table fails; a missed goal is a result.
 
     sizes, scale, tests: smaller, for a trial of the program itself.
     """
@@ -222,7 +245,7 @@ def main(
     place = results / f"{name}.json"
     place.write_text(json.dumps(result, indent=1) + "\n")
     print(f"kept in {place}")
-    return 0 if tested["passed"] else 1
+    return 0 if tested["passed"] and not tables["failed"] else 1
 
 
 if __name__ == "__main__":

@@ -76,8 +76,9 @@ def test_what_a_gpu_must_have(monkeypatch: pytest.MonkeyPatch) -> None:
         find_device("cuda")
     monkeypatch.setattr(jit, "TRITON", True)
     Fake(monkeypatch, 1, (7, 5))
-    with pytest.raises(ConfigError, match=r"7\.5\) has no bfloat16.*float32"):
-        find_device("cuda")
+    for dtype in ("bfloat16", "int8"):
+        with pytest.raises(ConfigError, match=r"7\.5\) has no bfloat16.*float32"):
+            find_device("cuda", dtype)
     assert find_device("cuda", "float32").name == "Fake 0"
 
 
