@@ -15,6 +15,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ __all__ = ["main"]
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 LIMIT_S = 480.0
+LATE_S = 470.0  # when it ends in any case
 NEEDED = ("torch", "triton", "numpy", "rich", "pytest")
 
 
@@ -108,8 +110,13 @@ def _within(seconds: float, call: list[str]) -> tuple[str, int]:
             return f"{err}{out}\nstopped after {seconds:.0f} s", 1
 
 
-def benchmarks(found: dict[str, Any], end: float, sizes: Any, scale: float) -> dict[str, Any]:
-    """Every table, row by row while there is time; what was left out or failed is said."""
+def benchmarks(
+    found: dict[str, Any], end: float, sizes: Any, scale: float, tables: dict[str, Any]
+) -> None:
+    """Every table, row by row while there is time; what was left out or failed is said.
+
+    They go to `tables` as they come.
+    """
     import torch
 
     from benchmarks.gpu import attention, products
@@ -118,11 +125,7 @@ def benchmarks(found: dict[str, Any], end: float, sizes: Any, scale: float) -> d
     device = torch.device(found["torch_device"])
     with torch.inference_mode():
         top = ceiling(device, scale)
-        tables: dict[str, Any] = {
-            "ceiling": {"copy_gb_s": top.copy_gbs, "gemm_bf16_tflop_s": top.gemm_tflops},
-            "left_out": [],
-            "failed": [],
-        }
+        tables["ceiling"] = {"copy_gb_s": top.copy_gbs, "gemm_bf16_tflop_s": top.gemm_tflops}
         jobs: dict[str, Iterator[dict[str, Any]]] = {
             "paged": attention.paged(sizes, device, top),
             "trees": attention.trees(sizes, device, top),
@@ -143,7 +146,6 @@ def benchmarks(found: dict[str, Any], end: float, sizes: Any, scale: float) -> d
                 traceback.print_exc()
                 why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 tables["failed"].append(f"{name} after {len(tables[name])} rows: {why}")
-    return tables
 
 
 def goals(tables: dict[str, Any]) -> list[dict[str, Any]]:
@@ -222,8 +224,7 @@ def main(
     print(f"{found['device']}: kernel tests", flush=True)
     tested = kernel_tests(LIMIT_S / 2, *tests)
     print("benchmarks", flush=True)
-    # A row that has begun is finished, and kernels compile: a margin of a tenth.
-    tables = benchmarks(found, begin + 0.9 * LIMIT_S, sizes or Sizes(), scale)
+    tables: dict[str, Any] = {"left_out": [], "failed": [], "ceiling": {}}
     result = {
         **found,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -235,16 +236,33 @@ def main(
             "triton": triton.__version__,
         },
         "tests": tested,
-        **tables,
-        "goals": goals(tables),
-        "wall_s": round(time.perf_counter() - begin, 1),
     }
-    show(result)
-    results.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
-    place = results / f"{name}.json"
-    place.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"kept in {place}")
+
+    def keep() -> dict[str, Any]:
+        wall = round(time.perf_counter() - begin, 1)
+        made = {**result, **tables, "goals": goals(tables), "wall_s": wall}
+        results.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
+        place = results / f"{name}.json"
+        place.write_text(json.dumps(made, indent=1) + "\n")
+        print(f"kept in {place}", flush=True)
+        return made
+
+    def stop() -> None:
+        """A kernel that never ends, or a row that takes too long: what there is is kept."""
+        tables["failed"].append(f"{[*tables][-1]} did not end in time")
+        keep()
+        os._exit(1)
+
+    late = threading.Timer(LATE_S - (time.perf_counter() - begin), stop)
+    late.daemon = True
+    late.start()
+    try:
+        # A row that has begun is finished, and kernels compile: a margin of a tenth.
+        benchmarks(found, begin + 0.9 * LIMIT_S, sizes or Sizes(), scale, tables)
+    finally:
+        late.cancel()
+    show(keep())
     return 0 if tested["passed"] and not tables["failed"] else 1
 
 

@@ -216,6 +216,36 @@ def test_a_table_that_fails_takes_nothing_else_along(
     assert [len(result[name]) for name in ("paged", "trees", "levels")] == [1, 1, 1]
 
 
+STUCK = """
+import sys, threading
+from pathlib import Path
+import benchmarks.gpu.__main__ as program
+from benchmarks.gpu import attention
+
+def paged(*_):
+    yield {"goal": None}
+    threading.Event().wait()
+
+program.probe = lambda: {"device": "Fake", "torch_device": "cpu", "driver": "1.2"}
+program.kernel_tests = lambda *_: {"passed": True, "summary": "ok"}
+program.LATE_S = 0.0
+attention.paged = paged
+program.main(scale=1e-6, results=Path(sys.argv[1]))
+"""
+
+
+def test_a_kernel_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
+    """What there is by then is kept: here the tests, and perhaps a row."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK, str(tmp_path)], check=False, cwd=ROOT, capture_output=True
+    )
+    assert done.returncode == 1, done.stderr
+    result = json.loads((tmp_path / "fake.json").read_text())
+    assert result["tests"]["passed"]
+    assert result["failed"][0].endswith("did not end in time")
+
+
 def test_tests_that_are_late_end_with_their_workers() -> None:
     """Also those that hold the output open: nobody waits for them."""
     lasting = "import time; time.sleep(10_000)"
@@ -254,6 +284,19 @@ def test_a_gpu_that_cannot_be_used_is_an_error(
     monkeypatch.setattr(program, "_driver", lambda: "580.1")
     assert program.main() == 1
     assert "nvidia-smi lists a GPU" in capsys.readouterr().err
+
+
+def test_a_copy_without_git_is_told_its_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from benchmarks import machine
+
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("FORKSERVE_COMMIT", raising=False)
+    assert machine.commit() == "unknown"
+    monkeypatch.setenv("FORKSERVE_COMMIT", "abc123")
+    assert machine.commit() == "abc123"
 
 
 def test_goals_are_judged_by_the_worst(program: Any) -> None:

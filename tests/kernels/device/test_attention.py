@@ -34,7 +34,7 @@ def test_float32(group: int, page: int, dim: int) -> None:
     assert error(got, want) < 1e-5
 
 
-@pytest.mark.parametrize(("group", "page", "dim"), GRID[1::4])
+@pytest.mark.parametrize(("group", "page", "dim"), [GRID[2], GRID[5], GRID[11]])
 def test_bfloat16(group: int, page: int, dim: int) -> None:
     forest = small(dim, group, page, dim)
     forest.kv, forest.q = forest.kv.bfloat16(), forest.q.bfloat16()
