@@ -1,8 +1,8 @@
 """The engine on a GPU that is not there: launches compile as they would there, and nothing runs.
 
 ``python -m tests.kernels.absent_gpu TARGET`` makes passes of tiny models and prints, as JSON, which
-kernels were compiled for TARGET, and what of them spills registers.  Triton itself chooses types and
-specialisations here, where `forkserve.kernels.compile` is told them.
+kernels were compiled for TARGET, and what of them spills registers.  Triton chooses the types and
+specialisations here; `forkserve.kernels.compile` is told them.
 """
 
 from __future__ import annotations
