@@ -64,12 +64,14 @@ for name in {ABSENT!r}:
 """
 
 
-def trial(folder: Path, *tests: str, site: Path | None = None) -> subprocess.CompletedProcess[str]:
+def trial(folder: Path, site: Path, *tests: str) -> subprocess.CompletedProcess[str]:
     """site: a folder whose sitecustomize.py every Python of the trial runs first."""
-    path = os.pathsep.join(map(str, [ROOT] if site is None else [site, ROOT]))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    if site is not None:  # nor plugins of pytest, which may need what is absent
-        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join((str(site), str(ROOT))),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they may need what is absent
+    }
     return subprocess.run(
         [sys.executable, "-c", TRIAL, str(folder), *tests],
         check=False,
@@ -97,14 +99,19 @@ def test_without_a_gpu_nothing_runs() -> None:
 
 @pytest.mark.slow
 def test_the_whole_of_it_on_a_fake_gpu(tmp_path: Path) -> None:
+    """Torch, Triton, numpy, rich and pytest suffice: tests that need more are skipped."""
     pytest.importorskip("triton")
-    done = trial(tmp_path, "-k", "merging or guard")
+    site, results = tmp_path / "site", tmp_path / "results"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(BARE)
+    done = trial(results, site, "-k", "merging or guard or finite")
     assert done.returncode == 0, done.stderr + done.stdout
-    (file,) = tmp_path.iterdir()
+    (file,) = results.iterdir()
     assert file.name == "fake-gpu-9000.json"
     result = json.loads(file.read_text())
     assert result["tests"]["passed"]
-    assert "3 passed" in result["tests"]["summary"]
+    assert "4 passed" in result["tests"]["summary"]
+    assert "4 skipped" in result["tests"]["summary"], "modules that need the engine's packages"
     assert {"device", "driver", "versions", "commit", "date"} <= result.keys()
     assert result["versions"]["triton"]
     assert result["ceiling"].keys() == {"copy_gb_s", "gemm_bf16_tflop_s"}
@@ -132,21 +139,6 @@ def test_the_whole_of_it_on_a_fake_gpu(tmp_path: Path) -> None:
     assert all(r["share"] > 0 for r in result["levels"])
     assert result["left_out"] == result["failed"] == []
     assert "kept in" in done.stdout
-
-
-@pytest.mark.slow
-def test_torch_triton_numpy_rich_and_pytest_suffice(tmp_path: Path) -> None:
-    """Tests that need more are skipped, and nothing else is."""
-    pytest.importorskip("triton")
-    site, results = tmp_path / "site", tmp_path / "results"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(BARE)
-    done = trial(results, "-k", "merging or guard or finite", site=site)
-    assert done.returncode == 0, done.stderr + done.stdout
-    result = json.loads((results / "fake-gpu-9000.json").read_text())
-    assert result["failed"] == []
-    assert "4 passed" in result["tests"]["summary"]
-    assert "4 skipped" in result["tests"]["summary"], "modules that need the engine's packages"
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from tests.engine.conftest import tiny_config, tiny_model, tiny_tokenizer
 MODELS = (
     ("llama", "bfloat16", "none", {}),
     ("qwen3", "int8", "fp8", {}),
-    ("gemma2", "float32", "int8", {"sliding_window": 20, "num_hidden_layers": 2}),
+    ("gemma2", "float32", "int8", {"sliding_window": 20}),
 )
 
 
