@@ -39,8 +39,11 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit's id, with a + when forkserve/ differs from it."""
-    head = _git("rev-parse", "HEAD")
+    """The commit's id, with a + when forkserve/ differs from it.
+
+    Of a copy that is no checkout FORKSERVE_COMMIT says it.
+    """
+    head = _git("rev-parse", "HEAD") or os.environ.get("FORKSERVE_COMMIT")
     return (head or "unknown") + ("+" if _git("status", "--porcelain", "forkserve") else "")
 
 

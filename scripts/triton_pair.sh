@@ -46,6 +46,6 @@ run() {
     env TRITON_INTERPRET="$1" "${tests[@]}" "${@:2}" || rc=$?
     ((rc == 0 || rc == none)) || failed=1
 }
-run 0 tests/kernels/test_compile.py "$@"
+run 0 tests/kernels/test_compile.py tests/kernels/test_launches.py "$@"
 run 1 tests/kernels/device "$@"
 exit $failed

@@ -12,9 +12,12 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +28,7 @@ __all__ = ["main"]
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 LIMIT_S = 480.0
+LATE_S = 470.0  # when it ends in any case
 NEEDED = ("torch", "triton", "numpy", "rich", "pytest")
 
 
@@ -49,12 +53,14 @@ def probe() -> dict[str, Any] | None:
 
 
 def _driver() -> str:
+    """The driver's version; "unknown" where nvidia-smi is not there or finds no GPU."""
     try:
         call = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         done = subprocess.run(call, check=False, capture_output=True, text=True)
-        return done.stdout.strip().split("\n")[0] or "unknown"
     except OSError:
         return "unknown"
+    found = done.stdout.strip().split("\n")[0] if done.returncode == 0 else ""
+    return found or "unknown"
 
 
 def kernel_tests(seconds: float, *chosen: str) -> dict[str, Any]:
@@ -72,19 +78,7 @@ def kernel_tests(seconds: float, *chosen: str) -> dict[str, Any]:
     else:
         call += ["-m", "not long"]
     begin = time.perf_counter()
-    try:
-        done = subprocess.run(
-            call,
-            check=False,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-        output, status = done.stderr + done.stdout, done.returncode  # its last line counts
-    except subprocess.TimeoutExpired as error:
-        output, status = f"stopped after {error.timeout:.0f} s", 1
+    output, status = _within(seconds, call)
     lines = output.strip().splitlines() or ["no output"]
     passed = status == 0
     if not passed:
@@ -93,8 +87,36 @@ def kernel_tests(seconds: float, *chosen: str) -> dict[str, Any]:
     return {"passed": passed, "summary": lines[-1], "wall_s": wall}
 
 
-def benchmarks(found: dict[str, Any], end: float, sizes: Any, scale: float) -> dict[str, Any]:
-    """Every table, row by row while there is time; what was left out is said."""
+def _within(seconds: float, call: list[str]) -> tuple[str, int]:
+    """What a command says, the summary last, and its status; ended with its workers when late."""
+    carried = filter(None, [os.environ.get("PYTHONPATH")])  # packages that somebody brought along
+    with subprocess.Popen(
+        call,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), *carried))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        try:
+            out, err = running.communicate(timeout=seconds)
+            return err + out, running.returncode
+        except BaseException as error:
+            os.killpg(running.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            out, err = running.communicate()
+            return f"{err}{out}\nstopped after {seconds:.0f} s", 1
+
+
+def benchmarks(
+    found: dict[str, Any], end: float, sizes: Any, scale: float, tables: dict[str, Any]
+) -> None:
+    """Every table, row by row while there is time; what was left out or failed is said.
+
+    They go to `tables` as they come.
+    """
     import torch
 
     from benchmarks.gpu import attention, products
@@ -103,10 +125,7 @@ def benchmarks(found: dict[str, Any], end: float, sizes: Any, scale: float) -> d
     device = torch.device(found["torch_device"])
     with torch.inference_mode():
         top = ceiling(device, scale)
-        tables: dict[str, Any] = {
-            "ceiling": {"copy_gb_s": top.copy_gbs, "gemm_bf16_tflop_s": top.gemm_tflops},
-            "left_out": [],
-        }
+        tables["ceiling"] = {"copy_gb_s": top.copy_gbs, "gemm_bf16_tflop_s": top.gemm_tflops}
         jobs: dict[str, Iterator[dict[str, Any]]] = {
             "paged": attention.paged(sizes, device, top),
             "trees": attention.trees(sizes, device, top),
@@ -117,12 +136,16 @@ def benchmarks(found: dict[str, Any], end: float, sizes: Any, scale: float) -> d
         }
         for name, rows in jobs.items():
             tables[name] = []
-            for row in rows:
-                tables[name].append(row)
-                if time.perf_counter() > end:
-                    tables["left_out"].append(f"{name} after {len(tables[name])} rows")
-                    break
-    return tables
+            try:
+                for row in rows:
+                    tables[name].append(row)
+                    if time.perf_counter() > end:
+                        tables["left_out"].append(f"{name} after {len(tables[name])} rows")
+                        break
+            except Exception as error:  # the rest is worth having
+                traceback.print_exc()
+                why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                tables["failed"].append(f"{name} after {len(tables[name])} rows: {why}")
 
 
 def goals(tables: dict[str, Any]) -> list[dict[str, Any]]:
@@ -161,6 +184,8 @@ def show(result: dict[str, Any]) -> None:
             table.add_row(*cells)
         console.print(table)
     console.print(result["ceiling"], result["tests"])
+    for what in result["failed"]:
+        console.print(f"failed: {what}", markup=False)
 
 
 def main(
@@ -170,7 +195,7 @@ def main(
     results: Path = RESULTS,
     tests: tuple[str, ...] = (),
 ) -> int:
-    """0 if there is no GPU, or if the tests pass; a missed goal is a result.
+    """0 if there is no GPU, or if the tests pass and no table fails; a missed goal is a result.
 
     sizes, scale, tests: smaller, for a trial of the program itself.
     """
@@ -199,8 +224,7 @@ def main(
     print(f"{found['device']}: kernel tests", flush=True)
     tested = kernel_tests(LIMIT_S / 2, *tests)
     print("benchmarks", flush=True)
-    # A row that has begun is finished, and kernels compile: a margin of a tenth.
-    tables = benchmarks(found, begin + 0.9 * LIMIT_S, sizes or Sizes(), scale)
+    tables: dict[str, Any] = {"left_out": [], "failed": [], "ceiling": {}}
     result = {
         **found,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -212,17 +236,34 @@ def main(
             "triton": triton.__version__,
         },
         "tests": tested,
-        **tables,
-        "goals": goals(tables),
-        "wall_s": round(time.perf_counter() - begin, 1),
     }
-    show(result)
-    results.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
-    place = results / f"{name}.json"
-    place.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"kept in {place}")
-    return 0 if tested["passed"] else 1
+
+    def keep() -> dict[str, Any]:
+        wall = round(time.perf_counter() - begin, 1)
+        made = {**result, **tables, "goals": goals(tables), "wall_s": wall}
+        results.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
+        place = results / f"{name}.json"
+        place.write_text(json.dumps(made, indent=1) + "\n")
+        print(f"kept in {place}", flush=True)
+        return made
+
+    def stop() -> None:
+        """A kernel that never ends, or a row that takes too long: what there is is kept."""
+        tables["failed"].append(f"{[*tables][-1]} did not end in time")
+        keep()
+        os._exit(1)
+
+    late = threading.Timer(LATE_S - (time.perf_counter() - begin), stop)
+    late.daemon = True
+    late.start()
+    try:
+        # A row that has begun is finished, and kernels compile: a margin of a tenth.
+        benchmarks(found, begin + 0.9 * LIMIT_S, sizes or Sizes(), scale, tables)
+    finally:
+        late.cancel()
+    show(keep())
+    return 0 if tested["passed"] and not tables["failed"] else 1
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def linear(
         BIAS=bias is not None,
         CODED=coded,
         EVEN=k % step == 0,
-        WIDE=outs * k >= 1 << 31,
+        WIDE=max(outs * k, m * x.stride(0)) >= 1 << 31,
         UPCAST=INTERPRETED,
         num_warps=at.warps,
         num_stages=at.stages,
@@ -186,17 +186,19 @@ def linear_kernel(
 ) -> None:
     """BLOCK_N outputs of BLOCK_M rows; neighbours in the grid share the weights.
 
-    EVEN: inputs fill the steps.  WIDE: offsets within the weights need 64 bits.
+    EVEN: inputs fill the steps.  WIDE: offsets within the weights or within x need 64 bits.
     UPCAST: products in float32, because those of bfloat16 are wrong in the interpreter.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     # Lines past the end repeat the last one and are not stored: a load without a mask is cheaper.
-    x_at = tl.minimum(m, rows - 1)[:, None] * x_row + k[None, :]
+    row = tl.minimum(m, rows - 1)
     line = tl.minimum(n, outs - 1)
     if WIDE:
+        row = row.to(tl.int64)
         line = line.to(tl.int64)
+    x_at = row[:, None] * x_row + k[None, :]
     w_at = line[None, :] * inputs + k[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for low in range(0, inputs, BLOCK_K):

@@ -45,7 +45,7 @@ class TileShape:
         if hip:  # 64 KB of shared memory, 512 registers
             return cls(4, 2 if row <= 256 else 1)
         if itemsize == 4:  # products without tensor cores
-            return cls(16 if large and row > 256 else 8, 2 if row <= 256 else 1)
+            return cls(16 if large and row >= 256 else 8, 2 if row <= 256 else 1)
         return cls(4, (3 if large else 4) - (row > 256))
 
 

@@ -183,6 +183,13 @@ class Capacity:
         sizes = next_power(own.results), next_power(own.keys)
         return cls(rows, tuple((small, large) for small, large in tiles), *sizes, own.block)
 
+    def joined(self, other: Capacity) -> Capacity:
+        """Room for what fits into either."""
+        pairs = zip(self.tiles, other.tiles, strict=True)
+        tiles = tuple((max(a[0], b[0]), max(a[1], b[1])) for a, b in pairs)
+        results, keys = max(self.results, other.results), max(self.keys, other.keys)
+        return Capacity(max(self.rows, other.rows), tiles, results, keys, self.block)
+
     def holds(self, other: Capacity) -> bool:
         """Whether what needs `other` fits."""
         pairs = zip(itertools.chain(*self.tiles), itertools.chain(*other.tiles), strict=True)

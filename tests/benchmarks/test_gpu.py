@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.__main__ import kernel_tests
+from benchmarks.gpu.__main__ import _within, kernel_tests
 from benchmarks.gpu.shapes import AGENTS, FASTTREE, Tree, flat, works_of
 
 torch = pytest.importorskip("torch")
@@ -54,8 +54,24 @@ sys.exit(status)
 """
 
 
-def trial(folder: Path, *tests: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+# What ForkServe needs besides; the GPU machine may have none of it.
+ABSENT = ("blake3", "gguf", "httpx", "jinja2", "llguidance", "pydantic", "safetensors")
+ABSENT += ("sqlite_utils", "tokenizers", "transformers")
+BARE = f"""
+import sys
+for name in {ABSENT!r}:
+    sys.modules[name] = None
+"""
+
+
+def trial(folder: Path, site: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+    """site: a folder whose sitecustomize.py every Python of the trial runs first."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join((str(site), str(ROOT))),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they may need what is absent
+    }
     return subprocess.run(
         [sys.executable, "-c", TRIAL, str(folder), *tests],
         check=False,
@@ -83,14 +99,19 @@ def test_without_a_gpu_nothing_runs() -> None:
 
 @pytest.mark.slow
 def test_the_whole_of_it_on_a_fake_gpu(tmp_path: Path) -> None:
+    """Torch, Triton, numpy, rich and pytest suffice: tests that need more are skipped."""
     pytest.importorskip("triton")
-    done = trial(tmp_path, "-k", "merging or guard")
+    site, results = tmp_path / "site", tmp_path / "results"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(BARE)
+    done = trial(results, site, "-k", "merging or guard or finite")
     assert done.returncode == 0, done.stderr + done.stdout
-    (file,) = tmp_path.iterdir()
+    (file,) = results.iterdir()
     assert file.name == "fake-gpu-9000.json"
     result = json.loads(file.read_text())
     assert result["tests"]["passed"]
-    assert "3 passed" in result["tests"]["summary"]
+    assert "4 passed" in result["tests"]["summary"]
+    assert "4 skipped" in result["tests"]["summary"], "modules that need the engine's packages"
     assert {"device", "driver", "versions", "commit", "date"} <= result.keys()
     assert result["versions"]["triton"]
     assert result["ceiling"].keys() == {"copy_gb_s", "gemm_bf16_tflop_s"}
@@ -116,7 +137,7 @@ def test_the_whole_of_it_on_a_fake_gpu(tmp_path: Path) -> None:
     assert [r["shape"] for r in result["shapes"]] == ["default", "16x32 4w2s"] * 2
     assert [r["level_cost"] for r in result["levels"]] == [0, 4096] * 2
     assert all(r["share"] > 0 for r in result["levels"])
-    assert result["left_out"] == []
+    assert result["left_out"] == result["failed"] == []
     assert "kept in" in done.stdout
 
 
@@ -164,6 +185,87 @@ def test_what_the_time_did_not_suffice_for_is_said(
     assert result["tests"]["summary"] == "stopped after 0 s"
 
 
+def test_a_table_that_fails_takes_nothing_else_along(
+    program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What was measured is kept, the failure beside it, and the command fails."""
+    from benchmarks.gpu import attention, products
+
+    def breaks() -> Any:
+        yield {"name": "trees", "goal": None, "k": 1}
+        raise RuntimeError("results differ by 0.5 of their norm")
+
+    for name in ("paged", "tuning", "levels", "products", "shapes"):
+        place = products if name in ("products", "shapes") else attention
+        monkeypatch.setattr(place, name, lambda *_: iter([{"goal": None}]))
+    monkeypatch.setattr(attention, "trees", lambda *_: breaks())
+    monkeypatch.setattr(program, "kernel_tests", lambda *_: {"passed": True, "summary": "ok"})
+    assert program.main(scale=1e-6, results=tmp_path) == 1
+    result = json.loads((tmp_path / "fake.json").read_text())
+    assert result["failed"] == [
+        "trees after 1 rows: RuntimeError: results differ by 0.5 of their norm"
+    ]
+    assert [len(result[name]) for name in ("paged", "trees", "levels")] == [1, 1, 1]
+
+
+STUCK = """
+import sys, threading
+from pathlib import Path
+import benchmarks.gpu.__main__ as program
+from benchmarks.gpu import attention
+
+def paged(*_):
+    yield {"goal": None}
+    threading.Event().wait()
+
+program.probe = lambda: {"device": "Fake", "torch_device": "cpu", "driver": "1.2"}
+program.kernel_tests = lambda *_: {"passed": True, "summary": "ok"}
+program.LATE_S = 0.0
+attention.paged = paged
+program.main(scale=1e-6, results=Path(sys.argv[1]))
+"""
+
+
+def test_a_kernel_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
+    """What there is by then is kept: here the tests, and perhaps a row."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK, str(tmp_path)], check=False, cwd=ROOT, capture_output=True
+    )
+    assert done.returncode == 1, done.stderr
+    result = json.loads((tmp_path / "fake.json").read_text())
+    assert result["tests"]["passed"]
+    assert result["failed"][0].endswith("did not end in time")
+
+
+def test_tests_that_are_late_end_with_their_workers() -> None:
+    """Also those that hold the output open: nobody waits for them."""
+    lasting = "import time; time.sleep(10_000)"
+    call = [sys.executable, "-c", lasting]
+    code = f"import subprocess; print('begun', flush=True); subprocess.run({call!r})"
+    output, status = _within(2.0, [sys.executable, "-c", code])
+    assert status == 1
+    assert output.splitlines()[-1] == "stopped after 2 s"
+
+
+@no_gpu
+def test_a_tool_that_finds_no_gpu_is_no_gpu(tmp_path: Path) -> None:
+    """nvidia-smi without a driver says so on the standard output."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    tool.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu"],
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nothing was run" in done.stdout
+
+
 def test_a_gpu_that_cannot_be_used_is_an_error(
     program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,6 +276,19 @@ def test_a_gpu_that_cannot_be_used_is_an_error(
     monkeypatch.setattr(program, "_driver", lambda: "580.1")
     assert program.main() == 1
     assert "nvidia-smi lists a GPU" in capsys.readouterr().err
+
+
+def test_a_copy_without_git_is_told_its_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from benchmarks import machine
+
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("FORKSERVE_COMMIT", raising=False)
+    assert machine.commit() == "unknown"
+    monkeypatch.setenv("FORKSERVE_COMMIT", "abc123")
+    assert machine.commit() == "abc123"
 
 
 def test_goals_are_judged_by_the_worst(program: Any) -> None:

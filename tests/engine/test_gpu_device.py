@@ -14,6 +14,10 @@ from forkserve.engine.local.gpu import device as module
 from forkserve.engine.local.gpu.device import Recorder, find_device
 from forkserve.errors import ConfigError
 from forkserve.kernels import jit
+from forkserve.kernels.pieces import Tiling
+from forkserve.kernels.tile_plans import Capacity, DevicePlan
+from forkserve.kernels.tiles import plan_tiles
+from forkserve.types import Span, Work
 
 from .conftest import Checkpoints, tiny_config
 
@@ -76,8 +80,9 @@ def test_what_a_gpu_must_have(monkeypatch: pytest.MonkeyPatch) -> None:
         find_device("cuda")
     monkeypatch.setattr(jit, "TRITON", True)
     Fake(monkeypatch, 1, (7, 5))
-    with pytest.raises(ConfigError, match=r"7\.5\) has no bfloat16.*float32"):
-        find_device("cuda")
+    for dtype in ("bfloat16", "int8"):
+        with pytest.raises(ConfigError, match=r"7\.5\) has no bfloat16.*float32"):
+            find_device("cuda", dtype)
     assert find_device("cuda", "float32").name == "Fake 0"
 
 
@@ -214,8 +219,32 @@ def test_a_capture_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPa
     assert cuda.pools == {1: 0, 2: 1}
 
 
-def test_a_cpu_engine_imports_no_gpu_part() -> None:
+def test_tables_on_their_way_to_the_device_are_not_overwritten() -> None:
+    """Two buffers of the host, in turn: one is filled again when its own copy has ended."""
+    works = [Work("s", 0, [1], 20, (Span("t", [3, 5], 0, 20),), Span("own", [7], 20, 1))]
+    plan = plan_tiles(works, Tiling(16, 1), 160)
+    tables = DevicePlan(Capacity.rounded(plan, 2), "cpu", dump=200)
+    log: list[str] = []
 
+    class Sent:
+        """The end of a copy that was begun; what the buffer holds may change only after it."""
+
+        def __init__(self, number: int) -> None:
+            self.number, self.held = number, tables._staging[number].clone()
+
+        def synchronize(self) -> None:
+            assert torch.equal(tables._staging[self.number], self.held)
+            log.append(f"waits for {self.number}")
+
+    for turn in range(4):
+        tables._sent = [Sent(0), Sent(1)]  # type: ignore[list-item]
+        plan.slots[:] = 100 + turn
+        tables.load(plan)
+        assert tables.slots.tolist() == [100 + turn, 200]
+    assert log == [f"waits for {number}" for number in (1, 0, 1, 0)]
+
+
+def test_a_cpu_engine_imports_no_gpu_part() -> None:
     import subprocess
     import sys
 

@@ -75,6 +75,30 @@ def test_results_are_given_where_they_are_asked(backend: LocalBackend) -> None:
     assert drawn.logprob == pytest.approx(float(p), abs=1e-4)
 
 
+def test_logits_are_computed_for_rows_that_are_asked_and_no_others(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(backend)
+    asked: list[list[int]] = []
+    real = backend._runner.run
+
+    def spy(works: Any, tokens: Any, wanted: Any, keep: bool) -> Any:
+        asked.append(list(wanted))
+        logits, top = real(works, tokens, wanted, keep)
+        assert len(logits) == len(top) == len(wanted)
+        return logits, top
+
+    monkeypatch.setattr(backend._runner, "run", spy)
+    rig.run(
+        rig.work(rig.root(), ids(5)),
+        rig.work(rig.root(), ids(5), logits=True),
+        rig.work(rig.root(), ids(3), all_logits=True),
+        rig.work(rig.root(), ids(5), sample=greedy(5)),
+    )
+    rig.run(rig.work(rig.root(), ids(40)))
+    assert asked == [[9, 10, 11, 12, 17], []]
+
+
 def test_replay_gives_the_logits_and_writes_nothing(backend: LocalBackend) -> None:
     rig = Rig(backend)
     node, text = rig.root(), ids(30)

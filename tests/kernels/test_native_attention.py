@@ -90,13 +90,14 @@ def test_rows_outside_the_window_are_not_read() -> None:
     assert built.counts["rows_read"] == 100
 
 
-def test_soft_cap() -> None:
+@pytest.mark.parametrize("window", [0, 90])
+def test_soft_cap(window: int) -> None:
     jobs = grow(5, Shape())
     for job in jobs:
         job.q *= 8
-    got = run(jobs, softcap=3.0)
-    check(jobs, got, softcap=3.0)
-    assert not same(got, run(jobs))
+    got = run(jobs, softcap=3.0, window=window)
+    check(jobs, got, softcap=3.0, window=window)
+    assert not same(got, run(jobs, window=window))
 
 
 def test_large_scores() -> None:

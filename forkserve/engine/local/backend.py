@@ -27,6 +27,7 @@ from forkserve.types import Batch, BatchResult, ModelInfo, Span, Work, WorkResul
 __all__ = ["LocalBackend"]
 
 _WARM_UP_ROWS = 16
+_DEVICE_SCRATCH = 8192  # rows of a GPU for works that may not write: memory is taken for each
 _WARM_UP_SAMPLES = 3
 
 
@@ -71,12 +72,13 @@ class LocalBackend:
             tokenizer.split_special_tokens = config.split_special_tokens
             self.tokenizer: Tokenizer = tokenizer
             eos_ids = source.eos_ids(tokenizer)
+            replayed = context if device == "cpu" else min(context, _DEVICE_SCRATCH)
             setup = Setup(
                 variant=dtype,
                 context=context,
                 page_size=config.page_size,
                 capacity_pages=config.capacity_pages,
-                scratch_rows=max(config.max_batch_tokens, context, _WARM_UP_ROWS),
+                scratch_rows=max(config.max_batch_tokens, replayed, _WARM_UP_ROWS),
                 threads=threads,
                 device=device,
                 kv=kv,

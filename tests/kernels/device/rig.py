@@ -16,6 +16,7 @@ from tests.forests import Forest
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # A step costs the interpreter the same however many keys it takes.
 STEP = 64 if INTERPRETED else BLOCK
+LEAST = 8 if INTERPRETED else 16  # keys of a step: a product on a GPU takes no fewer
 
 
 def tile_plan(

@@ -231,6 +231,22 @@ def test_debugging_refuses_to_write_what_is_read(
     assert backend.read_rows([trunk]) == before
 
 
+def test_memory_for_replays_does_not_grow_with_the_context(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that nobody keeps take a GPU's memory at once: as many as a batch has, and no more."""
+    monkeypatch.setattr(backends, "_DEVICE_SCRATCH", 20)
+    path = folder("llama", num_hidden_layers=1)
+    config = tiny_config(max_batch_tokens=4)
+    backend = LocalBackend(config, path, device=DEVICE)
+    assert backend._kv.scratch_rows == 32
+    assert LocalBackend(config, path, kernels="torch")._kv.scratch_rows >= backend.info.max_context
+    replay = Work("s", 0, ids(32), 0, (), None, logits=True)
+    assert np.isfinite(backend.execute(Batch([replay])).results[0].logits).all()
+    with pytest.raises(BackendError, match="33 replayed rows in one batch; at most 32 fit"):
+        backend.execute(Batch([Work("s", 0, ids(33), 0, (), None, logits=True)]))
+
+
 def test_limits_are_said(folder: Callable[..., Path], pair: Pair) -> None:
     path = folder("llama", num_hidden_layers=1)
     with pytest.raises(ConfigError, match="float64"):

@@ -15,13 +15,13 @@ for _needed in ("pydantic", "tokenizers", "transformers", "safetensors", "llguid
 
 from forkserve.engine.local import LocalBackend  # noqa: E402
 from forkserve.engine.local.gpu import runner as runners  # noqa: E402
-from forkserve.kernels.jit import INTERPRETED  # noqa: E402
 from forkserve.kernels.pieces import Tiling  # noqa: E402
 from forkserve.types import Batch, Work  # noqa: E402
 from tests.engine.conftest import tiny_config  # noqa: E402
 from tests.engine.test_exact import Forest  # noqa: E402
 from tests.engine.test_exact import Path as Branch  # noqa: E402
 
+from .rig import LEAST  # noqa: E402
 from .test_engine import DEVICE, _short_warm_up, folder  # noqa: E402, F401
 
 
@@ -30,8 +30,7 @@ def small_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells and blocks so small that short prompts fill many, and every state is worth leaving."""
 
     def tiling(page: int, group: int, window: int) -> Tiling:
-        block = 8 if INTERPRETED else 16  # the least that 16-bit products take
-        return Tiling(page, group, window, split=32, block=block, level_cost=0)
+        return Tiling(page, group, window, split=32, block=LEAST, level_cost=0)
 
     monkeypatch.setattr(runners, "Tiling", tiling)
 
@@ -107,11 +106,11 @@ def test_bits_would_show_another_order(
     folder: Callable[..., Path],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Steps of 16 keys instead of 8 give other bits, so equal bits above are no accident."""
+    """Steps of twice as many keys give other bits, so equal bits above are no accident."""
     path = folder("llama", num_hidden_layers=1)
     tokens = [random.Random(2).randrange(300) for _ in range(24)]
     found = []
-    for block in (8, 16):
+    for block in (LEAST, 2 * LEAST):
 
         def tiling(page: int, group: int, window: int, block: int = block) -> Tiling:
             return Tiling(page, group, window, split=32, block=block)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
+
 import pytest
 import torch
 
+from forkserve.kernels.jit import INTERPRETED
 from forkserve.kernels.linear import CODED_BLOCK, LinearShape, Weight, code_weight, linear
 
 from .rig import DEVICE
 
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 KINDS = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 2e-3, "int8": 1e-2}
 SHAPES = [
     LinearShape(16, 16, 2, 5),
@@ -67,6 +72,21 @@ def test_every_shape_and_every_row_count_gives_the_same_bits(kind: str) -> None:
     for low, high in ((0, 1), (3, 4), (9, 41), (69, 70)):
         got = linear(x[low:high].clone(), weight, dtype=torch.float32)
         assert torch.equal(got, want[low:high])
+
+
+def test_rows_further_apart_than_32_bits_count() -> None:
+    """x of 2^31 elements and more, of which hardly a page is touched."""
+    rows, apart, k = 3, 1 << 30, 64
+    if INTERPRETED:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        area = mmap.mmap(-1, 2 * ((rows - 1) * apart + k), flags=flags)
+        wide = torch.frombuffer(area, dtype=torch.bfloat16)
+    else:
+        wide = torch.empty((rows - 1) * apart + k, dtype=torch.bfloat16, device=DEVICE)
+    x, weight, want = problem("bfloat16", rows, 16, k)
+    far = wide.as_strided((rows, k), (apart, 1))
+    far.copy_(x)
+    assert distance(linear(far, weight), want) < KINDS["bfloat16"]
 
 
 def test_codes() -> None:

@@ -25,6 +25,7 @@ from forkserve.engine.local.gpu.device import Device  # noqa: E402
 from forkserve.engine.local.runner import Setup  # noqa: E402
 from forkserve.kernels.compile import kernels  # noqa: E402
 from forkserve.kernels.jit import INTERPRETED  # noqa: E402
+from forkserve.kernels.tile_plans import Capacity  # noqa: E402
 from forkserve.types import Span, Work  # noqa: E402
 
 from .test_engine import folder  # noqa: E402, F401
@@ -171,6 +172,32 @@ def test_a_recorded_pass_touches_fixed_places_and_no_data_of_the_host(
         assert "scratch" not in places or name != "attend_kernel" or places.count("scratch") == 1, (
             "attention reads tables and rows at fixed places; only its queries are scratch"
         )
+
+
+def test_batches_that_alternate_are_recorded_once_each(
+    folder: Callable[..., Path],  # noqa: F811
+    launched: list[tuple[Any, ...]],
+) -> None:
+    """Branches of one trunk, and as many that share nothing: neither's tables hold the other's.
+
+    Tables that replace others hold what those held.
+    """
+    runner = make(folder("llama"))
+    decoder = runner._decoder
+    assert decoder is not None
+
+    def decode(i: int, key: Any) -> Work:
+        return Work("s", i, [3], 400, (Span(key, range(25), 0, 400),), Span(i, [30 + i], 400, 1))
+
+    batches = [[decode(i, "t") for i in range(20)], [decode(i, ("t", i)) for i in range(20)]]
+    rooms = [Capacity.rounded(runner._planner.plan(works)[0], 32) for works in batches]
+    assert not rooms[0].holds(rooms[1])
+    assert not rooms[1].holds(rooms[0])
+    for _ in range(4):
+        for works in batches:
+            with torch.inference_mode():
+                runner._replay(decoder, runner._planner.plan(works), np.full(20, 3, np.int32))
+    assert runner.replayed == 2 * 3
 
 
 def test_larger_tables_replace_smaller_ones_and_failures_leave_the_old(

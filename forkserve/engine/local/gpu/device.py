@@ -56,7 +56,7 @@ def find_device(wanted: str, dtype: str = "bfloat16") -> Device:
         )
     major, minor = torch.cuda.get_device_capability(index)
     name = torch.cuda.get_device_name(index)
-    if torch.version.hip is None and major < 8 and dtype == "bfloat16":
+    if torch.version.hip is None and major < 8 and dtype != "float32":
         raise ConfigError(
             f"device='{wanted}': {name} (compute capability {major}.{minor}) has no bfloat16; "
             "8.0 or later does. Use dtype='float32'"

@@ -136,7 +136,7 @@ class GpuRunner:
         bucket = next_power(len(ids))
         step = self._steps.get(bucket)
         if step is None or not step.holds(plans):
-            step = _Step(self, decoder, plans, bucket)
+            step = _Step(self, decoder, plans, bucket, step)
             step.load(plans, ids)
             step.record()
             self._steps[bucket] = step  # last: if anything failed there is none
@@ -208,13 +208,17 @@ class _Step:
         decoder: DeviceDecoder,
         plans: Mapping[int, TilePlan],
         rows: int,
+        before: _Step | None = None,
     ) -> None:
+        """before: the one that was too small.  What that held fits too: batches may alternate."""
         device, kv = runner.device.torch, runner.kv
         spec = decoder.spec
         self._recorder = runner.recorder
-        self._plans = {
-            window: DevicePlan(Capacity.rounded(plan, rows), device, kv.dump)
-            for window, plan in plans.items()
+        rooms = {window: Capacity.rounded(plan, rows) for window, plan in plans.items()}
+        if before is not None:
+            rooms = {w: room.joined(before._plans[w].capacity) for w, room in rooms.items()}
+        self._plans: dict[int, DevicePlan] = {
+            w: DevicePlan(room, device, kv.dump) for w, room in rooms.items()
         }
         slots = max(plan.capacity.results for plan in self._plans.values())
         heads, dim = spec.heads, spec.head_dim
