@@ -82,7 +82,14 @@ class Nodes:
         self._render = render
         self._stream_stats = stream_stats
 
-    def wrap(self, fn: F, role: Role | Literal["auto"], inject: str, parent: Parent | None) -> F:
+    def wrap(
+        self,
+        fn: F,
+        role: Role | Literal["auto"],
+        inject: str,
+        parent: Parent | None,
+        render: bool,
+    ) -> F:
         """The node around `fn`, with a signature that LangGraph reads as it would read `fn`'s."""
         if role not in ("auto", "trunk", "branch", "join"):
             raise AdapterError(f"unknown role {role!r}; use auto, trunk, branch or join")
@@ -104,7 +111,7 @@ class Nodes:
                 *args: Any, config: RunnableConfig, runtime: Runtime[Any], **more: Any
             ) -> Any:
                 at = arrive(*ours, role, parent, args, more, config, runtime)
-                call = self._enter(at, await self._aplace(at))
+                call = self._enter(at, await self._aplace(at, render))
                 with self._entered(call):
                     out = await fn(*args, **more, **given(call, config))
                     if self._waits(call):
@@ -122,7 +129,7 @@ class Nodes:
                 *args: Any, config: RunnableConfig, runtime: Runtime[Any], **more: Any
             ) -> Any:
                 at = arrive(*ours, role, parent, args, more, config, runtime)
-                call = self._enter(at, self._place(at))
+                call = self._enter(at, self._place(at, render))
                 with self._entered(call):
                     out = fn(*args, **more, **given(call, config))
                     extra = self._succeed(call)
@@ -140,21 +147,23 @@ class Nodes:
 
     # ---------------------------------------------------------------- entering
 
-    def _place(self, at: Arrival) -> Fork:
+    def _place(self, at: Arrival, render: bool) -> Fork:
         """The branch of a call.  It may wait: for the saver, the store, a session to open."""
         registry, run, ref = self._registry, at.run, at.ref
         look(registry, run, ref, at.saver if at.kind == "node" else None)
-        stale = at.kind == "node" and ref is not None and turns.before(registry, run, ref, at.tip)
+        stale = False
+        if at.kind == "node" and ref is not None:
+            stale = render or turns.before(registry, run, ref, at.tip)
         live, base = self._resolve(at, stale)
         fork = registry.fork(run, at.info.task_id, live, base, at.name, at.text)
         fork.branch = 0 if stale else at.continues
         return fork
 
-    async def _aplace(self, at: Arrival) -> Fork:
+    async def _aplace(self, at: Arrival, render: bool) -> Fork:
         """`_place` for a coroutine: in a thread, if it could wait."""
         if not may_wait(self._registry, at.run):
-            return self._place(at)
-        work = partial(copy_context().run, self._place, at)
+            return self._place(at, render)
+        work = partial(copy_context().run, self._place, at, render)
         return await aio.in_thread(work, undo=self._registry.retract)
 
     def _enter(self, at: Arrival, fork: Fork) -> Call:
