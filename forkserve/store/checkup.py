@@ -80,7 +80,7 @@ def checkup(store: Store) -> list[Check]:
     out.append(Check("write-behind", not late, found))
     wastes = [local.waste() for d in store.vault.depots.values() if (local := local_part(d))]
     bad, half = sum(w.aside for w in wastes), sum(w.leftovers for w in wastes)
-    found = f"{counted(bad, 'file')}, to be deleted when nobody needs them"
+    found = f"{counted(bad, 'file')} set aside; yours to delete"
     out.append(Check("quarantine", True, found))
     out.append(Check("unfinished files", True, f"{half}; those of the dead go at the next opening"))
     return out
