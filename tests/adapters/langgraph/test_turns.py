@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain_core.messages import HumanMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command, interrupt
@@ -225,49 +224,6 @@ def test_a_tip_that_the_input_names_is_meant(make: Any) -> None:
     tip = graph.invoke(user("FIRST"), THREAD)["fork_tip"]
     graph.invoke({**user("SECOND"), "fork_tip": tip}, THREAD)
     assert seen[-1] == "human: FIRST\nai: answer 1"
-
-
-@pytest.mark.parametrize("step", ["__start__", "n"])
-def test_to_go_back_to_where_a_turn_began_is_to_be_told_again(make: Any, step: str) -> None:
-    """What was said then is in the state, and not in the trunk that ended before it."""
-    seen: list[str] = []
-    fs, graph = talk(make, seen)
-    for text in ("FIRST", "SECOND", "THIRD"):
-        graph.invoke(user(text), THREAD)
-    first, second, third = seen
-    history = [s for s in graph.get_state_history(THREAD) if s.next == (step,)]
-    for old, told in zip(history, (third, second, first), strict=True):
-        result = graph.invoke(None, old.config)
-        assert seen[-1] == told
-        assert fs.text(result["fork_tip"]) == told + result["messages"][-1].content
-    assert fs.stats["opened"] == 1
-
-
-def test_a_question_that_is_edited_where_it_was_asked_is_seen_so(make: Any) -> None:
-    seen: list[str] = []
-    _, graph = talk(make, seen)
-    for text in ("FIRST", "SECOND"):
-        graph.invoke(user(text), THREAD)
-    old = next(s for s in graph.get_state_history(THREAD) if s.next == ("n",))
-    asked = old.values["messages"][-1]
-    config = graph.update_state(old.config, {"messages": [HumanMessage("ELSE", id=asked.id)]})
-    graph.invoke(None, config)
-    assert seen[-1] == "human: FIRST\nai: answer 1\nhuman: ELSE\nai: "
-    graph.invoke(user("THIRD"), THREAD)
-    assert seen[-1] == seen[-2] + "answer 3\nhuman: THIRD\nai: "
-
-
-def test_to_go_back_while_a_turn_waits_is_to_go_where_the_checkpoint_says(make: Any) -> None:
-    seen: list[str] = []
-    _, graph = talk(make, seen, interrupt_before=["n"])
-    for text in ("FIRST", "SECOND"):
-        graph.invoke(user(text), THREAD)
-        graph.invoke(None, THREAD)
-    old = [s for s in graph.get_state_history(THREAD) if s.next == ("n",)]
-    graph.invoke(user("THIRD"), THREAD)  # waits
-    for state, told in zip(old, reversed(list(seen)), strict=True):
-        graph.invoke(None, state.config)
-        assert seen[-1] == told
 
 
 def test_a_fan_out_that_waited_has_one_place_to_leave_from(make: Any) -> None:
