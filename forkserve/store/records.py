@@ -116,7 +116,7 @@ class NameRecord:
 def require_name(name: object) -> None:
     """Raise StoreError for what cannot be the name of a state."""
     if not isinstance(name, str) or not name or len(name) > 512 or not name.isprintable():
-        raise StoreError(f"{name!r} is no name: 1 to 512 printable characters")
+        raise StoreError(f"{name!r:.80} is no name: 1 to 512 printable characters")
 
 
 def require_model(catalog: Catalog, made: Fingerprint, digest: str, what: str) -> None:
