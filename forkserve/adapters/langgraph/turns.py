@@ -109,13 +109,14 @@ def before(registry: Registry, run: Run, ref: Ref, tip: Callable[[], Any]) -> bo
     """
     with registry.lock:
         live, here = registry.find(ref), tip()
-        if run.thread is None or live is None or live.home != run.home or place(ref) in run.tips:
+        if run.thread is None or live is None or place(ref) in run.tips:
             return False
         if run.resumes is not None:
             return place(ref) == run.waits and not (is_ref(here) and place(here) != run.waits)
         if run.turn is None:
             return False
-        return place(ref) == live.tip or (is_ref(here) and place(ref) == place(here))
+        ours = live.home == run.home and place(ref) == live.tip
+        return ours or (is_ref(here) and place(ref) == place(here))
 
 
 def begin(registry: Registry, run: Run, tip: Ref, prompt: Prompt) -> tuple[Live, Ref]:
@@ -132,7 +133,9 @@ def begin(registry: Registry, run: Run, tip: Ref, prompt: Prompt) -> tuple[Live,
         if known is not None and registry.find(known[1]) is not None:
             return known
         registry.count["turns"] += 1
-        found = _shared(registry, run, turn, live, tip, ids) if live is not None else None
+        found = None
+        if live is not None and live.home == run.home:  # a cached node's tip is another thread's
+            found = _shared(registry, run, turn, live, tip, ids)
         if found is None:
             live = registry.open(run, ids.tolist(), place(tip))
             found = live, registry.ref(live, live.session.branch(1).id)
