@@ -13,7 +13,7 @@ encodes text (`Tokenizer.encode`, and so every verb that takes text) reads the m
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from typing import Any, SupportsIndex
@@ -54,8 +54,10 @@ class PromptText(str):
         if not isinstance(key, slice) or key.step not in (None, 1):
             return part
         begin, end, _ = key.indices(len(self))
-        kept = ((max(a, begin) - begin, min(b, end) - begin) for a, b in self.plain)
-        return PromptText(part, [(a, b) for a, b in kept if a < b])
+        first = bisect_right(self.plain, begin, key=itemgetter(1))
+        last = bisect_left(self.plain, end, lo=first, key=itemgetter(0))
+        kept = self.plain[first:last]  # whoever encodes a long conversation slices it span by span
+        return PromptText(part, [(max(a, begin) - begin, min(b, end) - begin) for a, b in kept])
 
     def control(self, marker: str, start: int = 0) -> int:
         """Where a control token of this name stands first from `start` on; -1 if nowhere."""

@@ -85,7 +85,7 @@ class Session(Speaker):
             self._tree = _opened(engine, prompt, prefill=prefill, options=options)
             handle = prompt
         else:
-            handle = engine.open(_prompt(engine, prompt), prefill=prefill, **options)
+            handle = engine.open(as_text(engine, prompt), prefill=prefill, **options)
             self._tree = engine.tree(handle.id)
         self.engine = engine
         self.id = handle.id
@@ -364,7 +364,7 @@ def _opened(
     return handle._tree
 
 
-def _prompt(engine: Engine, prompt: Prompt) -> str | Tokens:
+def as_text(engine: Engine, prompt: Prompt) -> str | Tokens:
     """The prompt as text or ids.  Raises ConfigError for what is no prompt."""
     if isinstance(prompt, str):
         return prompt

@@ -1,4 +1,4 @@
-"""Checks of single values: what is wrong is said with the name of the argument."""
+"""Checks of single values: what is wrong is said with the name of the argument.  And counts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from forkserve.errors import ConfigError
 
 __all__ = [
+    "counted",
     "identifier",
     "nearest",
     "number",
@@ -20,6 +21,11 @@ __all__ = [
     "utf8",
     "whole",
 ]
+
+
+def counted(number: int, what: str) -> str:
+    """``1 page``, ``2,000 pages``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def whole(name: str, value: Any) -> int:

@@ -56,10 +56,10 @@ def _one_line() -> Iterator[None]:
         try:
             yield
         except click.exceptions.Exit:
-            sys.stdout.flush()
+            _flush()
             raise
         else:
-            sys.stdout.flush()  # else Python meets the fault when it ends, and has its own words
+            _flush()  # else Python meets the fault when it ends, and has its own words
     except ForkServeError as error:
         raise _Fault(str(error)) from error
     except OSError as error:
@@ -69,10 +69,15 @@ def _one_line() -> Iterator[None]:
         raise _Interrupted("interrupted") from error
 
 
+def _flush() -> None:
+    if sys.stdout is not None:  # Python's word for one that was closed before the program began
+        sys.stdout.flush()
+
+
 def _let_go() -> None:
     """Drop output that cannot be written: Python would try again when it ends."""
     try:
-        sys.stdout.flush()
+        _flush()
     except OSError:
         with suppress(OSError):  # a stream without a descriptor
             null = os.open(os.devnull, os.O_WRONLY)

@@ -16,7 +16,7 @@ import click
 
 from forkserve.cli import store_care
 from forkserve.cli.store_base import Amount, Group, Where, argument, pass_where
-from forkserve.cli.store_text import short, size, sound, table, token_ids, tree_lines, when
+from forkserve.cli.store_text import checked, short, size, table, token_ids, tree_lines, when
 from forkserve.cli.words import counted
 from forkserve.errors import StoreError
 
@@ -176,20 +176,22 @@ def _du(at: Where) -> None:
 def _du_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     rows: list[tuple[str, int, str]] = []
     for place, row in found["places"].items():
-        listed = f"{size(row['listed'])} in {row['parts']} parts are listed"
+        listed = f"{size(row['listed'])} in {counted(row['parts'], 'part')} listed"
         if row["used"] is None:
             rows.append((place, row["listed"], f"{listed}; not looked at"))
         else:
-            rows.append((place, row["used"], f"{row['files']} files; {listed}"))
+            rows.append((place, row["used"], f"{counted(row['files'], 'file')}; {listed}"))
         if row.get("leftovers"):
-            what = f"{row['leftovers']} files that were not finished"
+            what = counted(row["leftovers"], "unfinished file")
             rows.append((place, row["leftover_bytes"], what))
         if row.get("aside"):
-            rows.append((place, row["aside_bytes"], f"{row['aside']} damaged files in quarantine"))
+            what = f"{counted(row['aside'], 'damaged file')} in quarantine"
+            rows.append((place, row["aside_bytes"], what))
         if row.get("outside"):
-            rows.append((place, 0, f"{row['outside']} files outside of this store's folder"))
+            what = f"{counted(row['outside'], 'file')} outside of this store's folder"
+            rows.append((place, 0, what))
         if row.get("waiting"):
-            rows.append((place, 0, f"{row['waiting']} chunks have no receipt yet"))
+            rows.append((place, 0, f"{counted(row['waiting'], 'chunk')} without a receipt yet"))
     rows.append(("catalog", found["catalog"], f"database of store {found['store']}"))
     return [dict(zip(("", "bytes", "what"), row, strict=True)) for row in rows]
 
@@ -239,10 +241,9 @@ def _verify(ctx: click.Context) -> None:
         "problems": report.problems,
         "clean": report.clean,
     }
-    lines = [f"{report.checked} chunks, {size(report.bytes)}: " + sound(report.clean)]
-    lines += [f"damaged: {c[:16]} in {p} ({w})" for p, c, w in report.faults]
-    lines += [f"{report.dangling} files were missing"] * bool(report.dangling)
-    lines += [f"{report.orphans} files that nothing names (gc takes them)"] * bool(report.orphans)
+    lines = checked(report)
+    if report.orphans:
+        lines.append(f"{counted(report.orphans, 'file')} that nothing names, for gc to take")
     at.say(found, "\n".join([*lines, *report.problems]))
     if not report.clean:
         ctx.exit(1)
@@ -344,7 +345,7 @@ def _export(
     from forkserve.store import admin
     from forkserve.store.bundle import export_bundle
 
-    with at.open(write=True) as store, at.progress("export") as show:
+    with at.open() as store, at.progress("export") as show:
         if os.path.lexists(file) and not force:
             raise StoreError(
                 f"{file} exists and was left as it is: give another file, or --force to overwrite"
@@ -355,7 +356,8 @@ def _export(
         left = admin.lossy_only(store.catalog, names, more)
     _say_bundle(at, done, "exported")
     if left:
-        click.echo(f"{left} chunks are stored in a lossy format alone and were left out", err=True)
+        text = f"{counted(left, 'chunk')} left out: stored in a lossy format alone"
+        click.echo(text, err=True)
 
 
 @group.command("import")

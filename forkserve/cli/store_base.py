@@ -84,7 +84,9 @@ class Where:
 
     def say(self, value: Any, text: str) -> None:
         """One JSON object, or lines for people."""
-        click.echo(json.dumps(value, indent=2, default=str) if self.as_json else text)
+        if self.as_json:
+            text = json.dumps(_plain(value), indent=2, default=str)
+        click.echo(text)
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Progress]:
@@ -99,6 +101,17 @@ class Where:
                 bar.update(done - bar.pos)
 
             yield show
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say: no infinity, and bytes in hex."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    return value.hex() if isinstance(value, bytes) else value
 
 
 pass_where = click.make_pass_decorator(Where)

@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from forkserve.cli.store_base import Amount, Where, pass_where
-from forkserve.cli.store_text import size, sound, table
+from forkserve.cli.store_text import checked, size, table
+from forkserve.cli.words import counted
 from forkserve.errors import StoreError
 
 __all__ = ["COMMANDS"]
@@ -38,10 +39,7 @@ def _scrub(ctx: click.Context, most: int | None, rate: float | None) -> None:
         "missing": report.dangling,
         "problems": report.problems,
     }
-    lines = [f"{report.checked} chunks, {size(report.bytes)}: " + sound(report.clean)]
-    lines += [f"damaged: {c[:16]} in {p} ({w})" for p, c, w in report.faults]
-    lines += [f"{report.dangling} files were missing"] * bool(report.dangling)
-    at.say(found, "\n".join([*lines, *report.problems]))
+    at.say(found, "\n".join([*checked(report), *report.problems]))
     if not report.clean:
         ctx.exit(1)
 
@@ -64,7 +62,7 @@ def _stats(at: Where, prometheus: bool) -> None:
     tiers = [{"tier": tier, **row} for tier, row in found["tiers"].items()]
     parts = [table(tiers, {"tier": str, "bytes": size, "parts": str}, "no tier")]
     waiting = [
-        f"{count} chunks wait for {queue[3:]}"
+        f"{counted(count, 'chunk')} to go to {queue[3:]}"
         for queue, count in found["queued"].items()
         if queue.startswith("to_")
     ]
@@ -150,7 +148,7 @@ def _push(ctx: click.Context, wait: float) -> None:
         left, sent = behind.waiting(), behind.sent
     found = {"sent": sent.chunks, "bytes": sent.bytes, "left": left, "error": sent.last_error}
     why = f": {sent.last_error}" if left and sent.last_error else ""
-    at.say(found, f"{sent.chunks} chunks, {size(sent.bytes)} are there; {left} are left{why}")
+    at.say(found, f"{counted(sent.chunks, 'chunk')} sent, {size(sent.bytes)}; {left:,} left{why}")
     if left:
         ctx.exit(1)
 
@@ -162,8 +160,8 @@ def _push(ctx: click.Context, wait: float) -> None:
 def _decisions(ctx: click.Context, session: str | None, limit: int) -> None:
     """List what was decided and why, and decide again.
 
-    The choice between restore and prefill is made once more from the record. Exit code 1 if a
-    choice does not come out the same.
+    Restores, moves to memory and evictions. What was chosen by numbers (restore or prefill, to move
+    or not) is chosen once more from the record: exit code 1 if that does not come out the same.
     """
     from forkserve.store.decisions import decisions
 

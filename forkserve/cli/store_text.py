@@ -8,9 +8,9 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from forkserve.cli.words import one_line, shortened
+from forkserve.cli.words import counted, one_line, shortened
 
-__all__ = ["short", "size", "sound", "table", "token_ids", "tree_lines", "when"]
+__all__ = ["checked", "short", "size", "sound", "table", "token_ids", "tree_lines", "when"]
 
 _NAME = 40  # characters of a branch's name
 
@@ -101,6 +101,15 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def checked(report: Any) -> list[str]:
+    """What a check of stored bytes has found, its own problems apart."""
+    lines = [f"{counted(report.checked, 'chunk')}, {size(report.bytes)}: {sound(report.clean)}"]
+    lines += [f"damaged: {c[:16]} in {p} ({w})" for p, c, w in report.faults]
+    if report.dangling:
+        lines.append(f"{counted(report.dangling, 'file')} missing")
+    return lines
 
 
 def sound(clean: bool) -> str:

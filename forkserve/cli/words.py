@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from forkserve.values import counted
+
 __all__ = ["counted", "one_line", "shortened"]
 
 _JOINER = "\u200d"  # within an emoji of several
-
-
-def counted(number: int, what: str) -> str:
-    """``1 page``, ``2,000 pages``."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def one_line(text: str) -> str:

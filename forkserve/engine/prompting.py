@@ -48,6 +48,7 @@ def render_prompt(
 
     Arguments of a call that are JSON in a string, as OpenAI writes them, are an object for the
     template, as Hugging Face's expect and as vLLM does; one that fails at that is given the string.
+    Raises ConfigError for ``tool_calls`` that are no list, ModelError when the template fails.
     """
     first = messages[0].get("role") if messages else None
     if first == "system" and not (takes_system(tokenizer) if system is None else system):
@@ -63,6 +64,11 @@ def render_prompt(
 def _read(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message itself, or with arguments of its calls as objects that were JSON of one."""
     calls = message.get("tool_calls") or ()
+    if not isinstance(calls, list | tuple):
+        raise ConfigError(
+            f"a chat message of role '{message.get('role')}' has tool_calls={calls!r:.100}; give a "
+            "list of calls"
+        )
     read = [_call(call) for call in calls]
     return message if all(map(operator.is_, read, calls)) else {**message, "tool_calls": read}
 

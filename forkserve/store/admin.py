@@ -339,8 +339,11 @@ def query(folder: Path, sql: str) -> list[dict[str, Any]]:
     catalog = Catalog(folder, "reader")
     try:
         with catalog.locked() as db:
-            return list(sqlite_utils.Database(db).query(sql))
-    except (sqlite3.Error, ValueError) as error:
+            try:
+                return list(sqlite_utils.Database(db).query(sql))
+            except ValueError:  # the library's words are for its own users
+                raise StoreError("the query returns no rows: give one that reads") from None
+    except sqlite3.Error as error:
         raise StoreError(f"the query failed: {error}") from None
     finally:
         catalog.close()

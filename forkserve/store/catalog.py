@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from errno import EBUSY
 from pathlib import Path
 
+from forkserve.errors import StoreError
 from forkserve.store import owner
 from forkserve.store.chunks import Header
 from forkserve.store.identity import Fingerprint, Link
@@ -20,10 +22,14 @@ from forkserve.store.notes import Notes
 from forkserve.store.statements import add_count, add_event, require_equal
 from forkserve.store.transactions import CatalogFault, Role
 
-__all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Role", "doomed"]
+__all__ = ["CLAIM_S", "INTENT", "Catalog", "CatalogFault", "Orphaned", "Role", "doomed"]
 
 INTENT = 1e18  # `due_at` of an outbox row that stands for a copy under way, not for a queued one
 CLAIM_S = 120.0  # s that a process may take to copy one chunk
+
+
+class Orphaned(FileNotFoundError):
+    """The chunk that another one goes on from is not listed any more: gc has taken it."""
 
 
 def doomed(content: str, place: str) -> str:
@@ -57,7 +63,16 @@ class Catalog(Notes):
         super().__init__(folder, role, full_sync=full_sync, force=force, now=now)
         # A further place that every new chunk is to reach, and how many may wait for it.
         self.behind: tuple[str, int] | None = None
+        self.leases: set[str] = set()  # tokens of those that read through this (`lease`)
         self._prints: dict[bytes, int] = {}
+
+    def close(self) -> None:
+        """Let go of what is still being read, give ownership back, close the file.  Idempotent."""
+        tokens = [] if self.inherited else list(self.leases)
+        if tokens:
+            with suppress(StoreError), self.write() as db:
+                db.executemany("DELETE FROM lease WHERE token = ?", [(token,) for token in tokens])
+        super().close()
 
     def fingerprint(self, db: sqlite3.Connection, made: Fingerprint) -> int:
         """Row id of a fingerprint; written on first use.  StoreError: see `known_fingerprint`."""
@@ -123,14 +138,17 @@ class Catalog(Notes):
         present: Callable[[str], bool] | None = None,
         *,
         fresh: bool = False,
+        after: Collection[bytes] = (),
     ) -> list[str]:
         """Note durable chunks of one place: (header, bytes it takes there), in one transaction.
 
         The first writer of a chunk in a format under a key wins; returns the content ids that lost
         to other bytes for the same chunk, which nothing names now.  present: asked inside the
         transaction, which gc deletes files in as well.  fresh: somebody stores them now, so that a
-        chunk that is there already begins its grace anew.  Raises FileNotFoundError when a file
-        has gone meanwhile (nothing is noted then), CatalogFault.
+        chunk that is there already begins its grace anew.  after: chains that are listed, as far as
+        the caller knows: a chunk that goes on from one of them, and finds it gone, is not noted.
+        Raises FileNotFoundError when a file has gone meanwhile, Orphaned (nothing is noted then),
+        CatalogFault.
         """
         lost, now = [], self.now()
         with self.write() as db:
@@ -138,7 +156,12 @@ class Catalog(Notes):
                 if present is not None and not present(header.content):
                     raise FileNotFoundError(f"chunk {header.content[:16]} was collected meanwhile")
                 made = Fingerprint(header.fingerprint, header.meta)
-                chunk = self._chunk(db, self.fingerprint(db, made), header, now)
+                which = self.fingerprint(db, made)
+                if header.parent in after and not self._listed(db, which, header.parent):
+                    raise Orphaned(
+                        f"chunk {header.parent.hex()[:16]} was collected before the next was stored"
+                    )
+                chunk = self._chunk(db, which, header, now)
                 if fresh:
                     db.execute(f"{_USED} WHERE id = ?", (now, chunk))
                 self._learn(db, header)
@@ -200,6 +223,11 @@ class Catalog(Notes):
                 " VALUES (?, ?, ?, ?)",
                 (content, place, now, now),
             ).rowcount
+
+    @staticmethod
+    def _listed(db: sqlite3.Connection, which: int, chain: bytes) -> bool:
+        sql = "SELECT 1 FROM chunk WHERE fingerprint = ? AND chain = ?"
+        return db.execute(sql, (which, chain.hex())).fetchone() is not None
 
     @staticmethod
     def _chunk(db: sqlite3.Connection, which: int, header: Header, now: float) -> int:

@@ -13,6 +13,7 @@ from forkserve.store.depots.shared import local_part
 from forkserve.store.lease import TTL_S
 from forkserve.store.rebuild import integrity
 from forkserve.store.schema import VERSION
+from forkserve.values import counted
 
 if TYPE_CHECKING:
     from forkserve.store.store import Store
@@ -52,15 +53,15 @@ def checkup(store: Store) -> list[Check]:
         missing = rows.keys() - there.keys()
         wrong = sum(there[key] != rows[key] for key in rows.keys() & there.keys())
         orphans = sum(stat.own for key, stat in stats.items() if key not in rows)
-        found = f"{len(rows)} chunks, {len(missing)} missing, {wrong} of a wrong length"
-        found += f", {orphans} files that nothing names (gc takes them)" * bool(orphans)
+        found = f"{counted(len(rows), 'chunk')}, {len(missing)} missing, {wrong} of a wrong length"
+        found += f", {counted(orphans, 'file')} that nothing names, for gc to take" * bool(orphans)
         out.append(Check(f"files in {place}", not missing and not wrong, found))
     unread = {row[0] for row in read("SELECT DISTINCT place FROM replica")} - {*store.vault.depots}
     if unread:
         out.append(Check("other places", True, f"not looked at: {', '.join(sorted(unread))}"))
     ours = store.sealer.key_id.hex() if store.sealer is not None else ""
     (other,) = read("SELECT count(*) FROM part WHERE key != ?", (ours,))[0]
-    found = f"{other} chunks are sealed, or open with another key than the one given"
+    found = f"{counted(other, 'chunk')} sealed, or opened by another key than the one given"
     out.append(Check("key", True, found if other else "opens every chunk"))
     out.append(_owner(store))
     leases = read("SELECT holder, at, ttl FROM lease")
@@ -68,16 +69,18 @@ def checkup(store: Store) -> list[Check]:
     out.append(Check("leases", True, f"{len(leases)}, {stale} of them over (gc takes them)"))
     ahead = read("SELECT count(*) FROM lease WHERE at > ?", (now + TTL_S,))[0][0]
     ahead += read("SELECT count(*) FROM session WHERE updated_at > ?", (now + TTL_S,))[0][0]
-    out.append(Check("clock", not ahead, f"{ahead} rows from the future" if ahead else "in order"))
+    found = f"{counted(ahead, 'row')} from the future" if ahead else "in order"
+    out.append(Check("clock", not ahead, found))
     late, tries = read(
         "SELECT count(*), coalesce(max(tries), 0) FROM outbox WHERE created_at < ?",
         (now - _LATE_S,),
     )[0]
-    found = f"{late} chunks wait for more than an hour (up to {tries} tries)" if late else "in time"
+    found = f"{counted(late, 'chunk')} late by more than an hour (tries: up to {tries})"
+    found = found if late else "in time"
     out.append(Check("write-behind", not late, found))
     wastes = [local.waste() for d in store.vault.depots.values() if (local := local_part(d))]
     bad, half = sum(w.aside for w in wastes), sum(w.leftovers for w in wastes)
-    found = f"{bad} files; delete them when nobody needs them"
+    found = f"{counted(bad, 'file')} set aside; yours to delete"
     out.append(Check("quarantine", True, found))
     out.append(Check("unfinished files", True, f"{half}; those of the dead go at the next opening"))
     return out

@@ -1,7 +1,8 @@
 """Garbage: what no root reaches, files that no row names, leftovers of writers that died.
 
 Roots are names, pins whose time is not over, chains that somebody reads now (`lease`), and the
-committed text of sessions that are not closed.  A chunk is kept with all its ancestors.  Rows go
+committed text of sessions that are not closed.  A chunk is kept with all its ancestors, one in its
+grace as well: a chunk without those before it is of no use.  Rows go
 first, in one transaction; then each file is deleted inside a transaction that has checked that no
 row names it, so that a publish of the same chunk in another process sees it gone or keeps it.  An
 object of a further place is deleted outside of it, under a lease that no copy to there overrides:
@@ -40,17 +41,25 @@ class Swept:
     sessions: int = 0
 
 
-_KEPT = """
+_ROOTS = """
 WITH RECURSIVE kept (chain) AS (
   SELECT chain FROM name WHERE chain IS NOT NULL
   UNION SELECT chain FROM pin WHERE until IS NULL OR until > ?1
   UNION SELECT chain FROM lease WHERE at + ttl > ?1
   UNION SELECT n.chain FROM node AS n JOIN session AS s ON s.id = n.session
         WHERE s.closed_at IS NULL AND n.chain IS NOT NULL
-  UNION SELECT c.parent FROM kept JOIN chunk AS c ON c.chain = kept.chain
-)
 """
-
+_UP = "UNION SELECT c.parent FROM kept JOIN chunk AS c ON c.chain = kept.chain)"
+_KEPT = _ROOTS + _UP
+# What stands below a chunk that is in its grace, though its own is over.
+_WAITING = (
+    _ROOTS
+    + """
+  UNION SELECT p.chain FROM chunk AS c JOIN chunk AS p ON p.chain = c.parent
+        WHERE (c.used_at > ?2 OR c.created_at > ?2) AND p.used_at <= ?2 AND p.created_at <= ?2
+"""
+    + _UP
+)
 
 _OVER = "until IS NOT NULL AND until <= ?"  # pins
 _ENDED = "closed_at IS NOT NULL AND closed_at <= ?"  # sessions
@@ -69,7 +78,7 @@ UNION ALL SELECT 1 FROM outbox WHERE content = ?1 AND place = ?2
 
 def reachable(vault: Vault) -> set[str]:
     """Chain ids (hex) that a root keeps."""
-    return {row[0] for row in vault.catalog.read(_KEPT + "SELECT chain FROM kept", (_now(vault),))}
+    return {row[0] for row in vault.catalog.read(_KEPT + " SELECT chain FROM kept", (_now(vault),))}
 
 
 def _now(vault: Vault) -> float:
@@ -103,7 +112,7 @@ def _collect(
     swept = Swept()
     catalog = vault.catalog
     if dry_run:
-        dead = catalog.read(_KEPT + f"SELECT {_DEAD} {_GARBAGE}", (_now(vault), limit))
+        dead = catalog.read(_WAITING + f" SELECT {_DEAD} {_GARBAGE}", (_now(vault), limit))
         count = "SELECT count(*) FROM"
         (swept.sessions,) = catalog.read(f"{count} session WHERE {_ENDED}", (limit,))[0]
         (swept.pins,) = catalog.read(f"{count} pin WHERE {_OVER}", (_now(vault),))[0]
@@ -140,7 +149,7 @@ def _unlist(vault: Vault, limit: float, swept: Swept) -> list[tuple[str, str, in
         swept.sessions = db.execute(f"DELETE FROM session WHERE {_ENDED}", (limit,)).rowcount
         db.execute("DELETE FROM decision WHERE session NOT IN (SELECT id FROM session)")
         # Listed first: a trigger changes `part` while rows go.
-        dead = db.execute(_KEPT + f"SELECT {_DEAD} {_GARBAGE}", (_now(vault), limit)).fetchall()
+        dead = db.execute(_WAITING + f" SELECT {_DEAD} {_GARBAGE}", (_now(vault), limit)).fetchall()
         db.executemany(
             "DELETE FROM replica WHERE content = ? AND place = ?", [row[:2] for row in dead]
         )

@@ -1,8 +1,8 @@
 """Leases: who reads a chain keeps gc and eviction away from it until it is done.
 
-A lease ends when its holder says so, when the holder's process is dead, or after its time.  A lease
-that seems to begin in the future (the clock was set back) begins anew at that moment: it neither
-vanishes under its reader nor outlives the clock's jump.
+A lease ends when its holder says so or closes its store, when the holder's process is dead, or
+after its time.  A lease that seems to begin in the future (the clock was set back) begins anew at
+that moment: it neither vanishes under its reader nor outlives the clock's jump.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ def lease(catalog: Catalog, chains: Sequence[str], ttl_s: float = TTL_S) -> Iter
     if catalog.role != "reader" and chains:
         with suppress(StoreError), catalog.write() as db:
             token = hold(db, chains, catalog.now(), ttl_s)
+            catalog.leases.add(token)
     try:
         yield bool(token)
     finally:
         let_go(catalog, token)
+        catalog.leases.discard(token)
 
 
 def hold(db: sqlite3.Connection, what: Sequence[str], now: float, ttl_s: float) -> str:

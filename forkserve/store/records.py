@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "NodeRecord",
     "SessionRecord",
     "assemble",
+    "close_sessions",
     "opened",
     "opened_text",
     "read_name",
@@ -115,7 +116,7 @@ class NameRecord:
 def require_name(name: object) -> None:
     """Raise StoreError for what cannot be the name of a state."""
     if not isinstance(name, str) or not name or len(name) > 512 or not name.isprintable():
-        raise StoreError(f"{name!r} is no name: 1 to 512 printable characters")
+        raise StoreError(f"{name!r:.80} is no name: 1 to 512 printable characters")
 
 
 def require_model(catalog: Catalog, made: Fingerprint, digest: str, what: str) -> None:
@@ -311,6 +312,24 @@ def rename(catalog: Catalog, name: str, to: str, sealer: Sealer | None) -> None:
         db.execute(
             "UPDATE name SET name = ?, salt = ?, ids = ? WHERE name = ?", (to, salt, raw, name)
         )
+
+
+def close_sessions(catalog: Catalog, prefix: str, but: Collection[str] = ()) -> int:
+    """Close the sessions whose ids begin with `prefix`, except `but`; returns how many.
+
+    For those that a process has left open and nobody will resume.  Raises StoreError; the owner of
+    the store alone may.
+    """
+    found = "SELECT id FROM session WHERE closed_at IS NULL AND substr(id, 1, ?) = ?"
+    rows = catalog.read(found, (len(prefix), prefix))
+    gone = [name for (name,) in rows if name not in but]
+    if gone:
+        now = catalog.now()
+        with catalog.write(owned=True) as db:
+            db.executemany(
+                "UPDATE session SET closed_at = ? WHERE id = ?", [(now, name) for name in gone]
+            )
+    return len(gone)
 
 
 def opened(blob: bytes, place: bytes, sealer: Sealer | None) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from forkserve.store import codecs, faults
-from forkserve.store.catalog import Catalog
+from forkserve.store.catalog import Catalog, Orphaned
 from forkserve.store.chunks import (
     HEAD,
     Buffer,
@@ -132,20 +132,39 @@ class Vault(Soundness):
         asked for so far is durable, and its buffers are free.  Raises OSError when a depot fails
         and CatalogFault when the catalog does; what was finished before stays.
         """
-        report = Stored(known=len(links))
+        report, written = Stored(), set[bytes]()
+        for attempt in range(TRIES):
+            absent = self._absent(made, links)
+            written.update(link.id for link in absent)
+            report.known = len(links) - len(written)
+            try:
+                self._put(made, absent, payload, stored, report, {link.id for link in links})
+                break
+            except Orphaned:  # gc took what this goes on from: that is written once more, too
+                if attempt == TRIES - 1:
+                    raise
+        return report
+
+    def _put(
+        self,
+        made: Fingerprint,
+        links: Sequence[Link],
+        payload: Callable[[Link], Buffer],
+        stored: Callable[[], None],
+        report: Stored,
+        chain: Collection[bytes],
+    ) -> None:
         staged: list[tuple[Header, tuple[Buffer, ...]]] = []
         size = 0
-        for link in self._absent(made, links):
-            report.known -= 1
+        for link in links:
             staged.append(self.pack(made, link, payload(link)))
             size += staged[-1][0].file_bytes
             faults.reach("publish.captured")
             if size >= _STAGED:
-                self._store(staged, report)
+                self._store(staged, report, chain)
                 staged, size = [], 0
                 stored()
-        self._store(staged, report)
-        return report
+        self._store(staged, report, chain)
 
     def pack(
         self, made: Fingerprint, link: Link, rows: Buffer, form: str | None = None
@@ -185,7 +204,10 @@ class Vault(Soundness):
         self._store(staged)
 
     def _store(
-        self, staged: list[tuple[Header, tuple[Buffer, ...]]], report: Stored | None = None
+        self,
+        staged: list[tuple[Header, tuple[Buffer, ...]]],
+        report: Stored | None = None,
+        after: Collection[bytes] = (),
     ) -> None:
         if not staged:
             return
@@ -200,9 +222,13 @@ class Vault(Soundness):
                 faults.reach("publish.stored")
                 pairs = [(h, s.used) for (h, _), s in zip(staged, stats, strict=True)]
                 lost = self.catalog.record(
-                    depot.place, pairs, lambda key: depot.stat(key) is not None, fresh=True
+                    *(depot.place, pairs, lambda key: depot.stat(key) is not None),
+                    fresh=True,
+                    after=after,
                 )
                 break
+            except Orphaned:
+                raise
             except FileNotFoundError:  # an orphan that gc took while we relied on it: write it anew
                 if attempt == TRIES - 1:
                     raise

@@ -50,13 +50,13 @@ def unread() -> Iterator[int]:
 
 
 def call(
-    command: str, state: Path, output: int, error: int = subprocess.PIPE
+    command: str, state: Path, output: int, error: int = subprocess.PIPE, first: str = ""
 ) -> subprocess.CompletedProcess[str]:
     store = state.parent / "store"
     Store(store).close()
     save_run({}, [RunNode(1, None, "trunk", "committed", 1, 1, "")])
     env = {**os.environ, "FORKSERVE_STORE": str(store), "FORKSERVE_STATE": str(state)}
-    words = [sys.executable, "-c", QUICK, *command.split()]
+    words = [sys.executable, "-c", first + QUICK, *command.split()]
     return subprocess.run(words, check=False, env=env, stdout=output, stderr=error, text=True)
 
 
@@ -77,6 +77,14 @@ def test_full_disk(state: Path, full: int, command: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_closed_pipe(state: Path, unread: int, command: str) -> None:
     refused(call(command, state, unread), "Broken pipe")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_output_that_was_closed_before_the_program_began(state: Path, command: str) -> None:
+    """`forkserve ... >&-`, and a program without a console: nobody asked to be told."""
+    done = call(command, state, subprocess.PIPE, first="import sys; sys.stdout = None; ")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "Traceback" not in done.stderr
 
 
 def test_nothing_can_be_said_at_all(state: Path, full: int) -> None:

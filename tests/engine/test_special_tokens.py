@@ -370,3 +370,30 @@ def test_markers_that_overlap_content_are_passed_by() -> None:
     assert list(occurrences("aXaYaXa", pattern)) == [((0, 4), True), ((4, 7), True)]
     assert list(occurrences(plain("aX") + "aXa", pattern)) == [((0, 3), False), ((2, 5), True)]
     assert pattern_of([""]) is None
+
+
+class _Counted(tuple[Any, ...]):
+    """Counts how many of its items are looked at one by one."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        type(self).looks += not isinstance(key, slice)
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Any:
+        raise AssertionError("all of them were looked at")
+
+
+def test_a_slice_looks_at_its_own_marks_alone() -> None:
+    """A conversation of many turns is sliced turn by turn."""
+    text = joined([part for i in range(1000) for part in (f"<{i}>", plain(f"said {i}"))])
+    whole = text.plain
+    text.plain = _Counted(whole)
+    for begin, end in ((0, 5), (7, 7), (9, 3), (5000, 5020), (0, len(text)), (-9, 10**9)):
+        _Counted.looks = 0
+        part = text[begin:end]
+        low, high, _ = slice(begin, end).indices(len(text))
+        cut = [(max(a, low) - low, min(b, high) - low) for a, b in whole]
+        assert part.plain == tuple((a, b) for a, b in cut if a < b)  # type: ignore[attr-defined]
+        assert _Counted.looks < 50

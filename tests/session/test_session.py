@@ -57,6 +57,8 @@ CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argum
         ([{"role": "assistant", "tool_calls": []}], "has no content"),
         ([{**CALLING, "role": "tool"}], "has no content"),
         ([{"role": "user", "content": 5}], "content=5"),
+        ([{"role": "assistant", "content": "x", "tool_calls": 5}], "tool_calls=5; give a list"),
+        ([{"role": "assistant", "tool_calls": {"id": 1}}], "give a list of calls"),
         ([{"role": "user", "content": "a\ud800"}], "not valid Unicode"),
     ],
 )

@@ -379,6 +379,21 @@ def test_a_lease_ends_with_its_time_or_its_process(tmp_path: Path) -> None:
     v.catalog.close()
 
 
+def test_a_lease_ends_with_its_store(tmp_path: Path) -> None:
+    """Also while somebody still reads: the process may go on for long, and open it again."""
+    links = chain(range(8))
+    store, other = Store(tmp_path, "shared"), Store(tmp_path, "shared")
+    store.vault.put(PRINT, links, rows)
+    ends = [links[-1].id.hex()]
+    with lease(other.catalog, ends), lease(store.catalog, ends) as held:
+        assert held
+        store.close()
+        assert other.catalog.read("SELECT count(*) FROM lease") == [(1,)]  # the other one's own
+    assert other.catalog.read("SELECT count(*) FROM lease") == [(0,)]
+    assert not other.catalog.leases
+    other.close()
+
+
 def test_a_lease_survives_a_clock_that_goes_back_and_still_ends(tmp_path: Path) -> None:
     v = vault(tmp_path)
     links = old_chain(v)

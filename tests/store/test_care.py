@@ -212,7 +212,7 @@ def test_doctor_finds_each_seeded_fault(folder: Path) -> None:
     first.write_bytes(kept)
     (second.parent / f"{'f' * 64}.kv").write_bytes(b"nobody's")
     found = ask(folder, "doctor")
-    assert "1 files that nothing names" in json.dumps(found)
+    assert "1 file that nothing names" in json.dumps(found)
     with sqlite3.connect(folder / "catalog.db") as db:
         db.execute("UPDATE place SET used = used + 1")
     assert faults(folder) == ["database"]

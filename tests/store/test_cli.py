@@ -72,6 +72,14 @@ def test_show_and_lookup(folder: Path, tmp_path: Path) -> None:
     assert "is no token id" in run(folder, "lookup", "one", code=2).output
 
 
+def test_a_query_says_what_json_can_hold(folder: Path) -> None:
+    sql = "SELECT x'00ff' AS b, 1e999 AS i, -1e999 AS j, 0.5 AS x, NULL AS n"
+    wanted = [{"b": "00ff", "i": None, "j": None, "x": 0.5, "n": None}]
+    assert ask(folder, "sql", sql) == wanted
+    for nothing in ("", "BEGIN", "ATTACH ':memory:' AS x"):
+        assert "give one that reads" in run(folder, "sql", nothing, code=2).output
+
+
 def test_verify_finds_damage_once(folder: Path) -> None:
     assert ask(folder, "verify")["clean"] is True
     assert "sound" in run(folder, "verify").output

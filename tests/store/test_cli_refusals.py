@@ -6,6 +6,7 @@ import json
 import re
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -16,6 +17,7 @@ from forkserve.store import Store, schema
 from forkserve.store.catalog import Catalog, CatalogFault
 
 from .engines import PROMPT, engine
+from .rig import files
 from .test_cli import ask, run
 
 ARGUMENTS = {
@@ -288,12 +290,37 @@ def test_an_export_says_what_it_leaves_out(tmp_path: Path) -> None:
         db.execute("UPDATE part SET format = 'int8'")
     for what in ([], ["x"], ["agent"]):
         done = run(tmp_path / "s", "export", "--force", tmp_path / "b", *what)
-        said = "2 chunks are stored in a lossy format alone and were left out"
+        said = "2 chunks left out: stored in a lossy format alone"
         assert said in done.stderr
     done = CliRunner().invoke(
         group, ["-d", str(tmp_path / "s"), "--json", "export", str(tmp_path / "c")]
     )
     assert json.loads(done.stdout)["chunks"] == 0
+
+
+def test_an_export_only_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it works where nothing may be written: a snapshot, a mount, another user's store."""
+    from forkserve.store import admin
+
+    with Store(tmp_path / "s") as store:
+        eng = engine(store)
+        eng.publish(eng.open(PROMPT, session="agent").id, name="x")
+        eng.shutdown()
+    opened, roles = admin.open_store, list[bool]()
+
+    def watch(folder: Path, *, write: bool, **more: Any) -> Store:
+        roles.append(write)
+        return opened(folder, write=write, **more)
+
+    monkeypatch.setattr(admin, "open_store", watch)
+    for what in ("x", "agent"):
+        run(tmp_path / "s", "export", tmp_path / what, what)
+    assert roles == [False, False]
+    one = files(tmp_path / "s")[0]
+    one.write_bytes(one.read_bytes()[:-1])
+    assert "no sound copy" in run(tmp_path / "s", "export", tmp_path / "y", code=2).output
+    assert one.exists()  # a reader sets nothing aside
+    assert not (tmp_path / "y").exists()
 
 
 def test_names_are_far_where_another_place_than_the_first_has_them(tmp_path: Path) -> None:

@@ -276,3 +276,60 @@ def test_a_forked_child_does_not_touch_the_connection(tmp_path: Path) -> None:
         except StoreError:
             os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def between(v: Vault, monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], Any]) -> None:
+    """Do `act` once, before transaction `number` (from 1) in which `v` lists what it has stored."""
+    record, calls = v.catalog.record, [0]
+
+    def late(*values: Any, **more: Any) -> list[str]:
+        calls[0] += 1
+        if calls[0] == number:
+            act()
+        return record(*values, **more)
+
+    monkeypatch.setattr(v.catalog, "record", late)
+
+
+@pytest.mark.parametrize("known", [0, 1, 2])
+def test_gc_beside_a_publish_leaves_no_hole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: int
+) -> None:
+    """gc takes what is listed already, or was found there, before the rest is listed."""
+    v, other = vault(tmp_path), vault(tmp_path)
+    other.put(PRINT, LINKS[:known], rows)
+    monkeypatch.setattr("forkserve.store.vault._STAGED", 1)  # a transaction for each chunk
+    between(v, monkeypatch, 2 if known < 2 else 1, lambda: collect(other, grace_s=-5))
+    report = v.put(PRINT, LINKS, rows)
+    assert good(v, LINKS) == len(LINKS)
+    assert report.known + report.written >= len(LINKS)
+    assert report.known == 0
+    assert verify(v).orphans == 0
+
+
+def test_gc_that_never_ends_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    v, other = vault(tmp_path), vault(tmp_path)
+    monkeypatch.setattr("forkserve.store.vault._STAGED", 1)
+    record = v.catalog.record
+
+    def late(*values: Any, **more: Any) -> list[str]:
+        if other.catalog.read("SELECT 1 FROM part"):
+            collect(other, grace_s=-5)
+        return record(*values, **more)
+
+    monkeypatch.setattr(v.catalog, "record", late)
+    with pytest.raises(FileNotFoundError, match="was collected before the next was stored"):
+        v.put(PRINT, LINKS, rows)
+
+
+def test_what_a_chunk_in_its_grace_goes_on_from_stays(tmp_path: Path) -> None:
+    """Its own grace is over, as in the middle of a publish that takes longer than the grace."""
+    v = vault(tmp_path)
+    v.put(PRINT, LINKS, rows)
+    with v.catalog.write() as db:
+        old = "UPDATE chunk SET used_at = used_at - 100, created_at = created_at - 100"
+        db.execute(f"{old} WHERE chain != ?", (LINKS[-1].id.hex(),))
+    assert collect(v, grace_s=50, dry_run=True).chunks == 0
+    assert collect(v, grace_s=50).chunks == 0
+    assert good(v, LINKS) == len(LINKS)
+    assert collect(v, grace_s=-5).chunks == len(LINKS)

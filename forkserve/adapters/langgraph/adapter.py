@@ -71,6 +71,7 @@ class ForkServe:
         role: Role | Literal["auto"] = "auto",
         inject: str = "fork",
         parent: Parent | None = None,
+        render: bool = False,
     ) -> Callable[[F], F]: ...
     def node(
         self,
@@ -79,6 +80,7 @@ class ForkServe:
         role: Role | Literal["auto"] = "auto",
         inject: str = "fork",
         parent: Parent | None = None,
+        render: bool = False,
     ) -> F | Callable[[F], F]:
         """Decorate a node: it gets a branch of its own as `fork`, if it has such a parameter.
 
@@ -86,6 +88,8 @@ class ForkServe:
         and adds a ref to ``fork_refs``; *join* may call `commit_winner`, `join` or `join_text`,
         and its own branch is scratch.  auto: a Send makes a branch, anything else a trunk.
         parent: state to the ref it leaves from, instead of ``fork_parent`` or ``fork_tip``.
+        render: begin at what the state renders to whenever the node is entered, as a turn begins:
+        in a loop of model and tools the state has results that no node has put into the trunk.
 
         Works on functions, coroutine functions, methods, partials and callable objects, and under
         ``@task`` and ``@entrypoint`` of the functional API: a task is a branch that leaves from a
@@ -93,7 +97,7 @@ class ForkServe:
         """
 
         def decorate(function: F) -> F:
-            return self._nodes.wrap(function, role, inject, parent)
+            return self._nodes.wrap(function, role, inject, parent, render)
 
         return decorate if fn is None else decorate(fn)
 
@@ -183,7 +187,13 @@ class ForkServe:
         """All tokens up to a ref.  Raises AdapterError for a foreign or dead one."""
         live = self._registry.find(ref)
         if live is None:
-            raise AdapterError(f"node {ref['node']} of session '{ref['session']}' is gone")
+            where = f"node {ref['node']} of session '{ref['session']}'"
+            more = (
+                ""
+                if self.engine.store is None
+                else (", or in the store until a run of its thread brings it back")
+            )
+            raise AdapterError(f"{where} is gone{more}")
         return self.engine.tokens(ref["session"], ref["node"])[: ref["length"]]
 
     def text(self, ref: Ref) -> str:
@@ -193,7 +203,10 @@ class ForkServe:
         )
 
     def forget(self, thread_id: str) -> int:
-        """Close the sessions of a thread (beside a saver's `delete_thread`); returns how many."""
+        """Close the sessions of a thread (beside a saver's `delete_thread`); returns how many.
+
+        Those that the engine's store has from earlier processes are closed there: gc may take them.
+        """
         return self._registry.forget_thread(str(thread_id))
 
     @property

@@ -22,25 +22,26 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import Token
+from contextvars import Token, copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 from langchain_core.runnables import RunnableConfig
-from langgraph.constants import START
 from langgraph.errors import GraphBubbleUp, ParentCommand
 from langgraph.runtime import Runtime
 
 from forkserve import aio
 from forkserve.adapters.langchain.current import running
 from forkserve.adapters.langgraph import joins, turns
+from forkserve.adapters.langgraph.arriving import Arrival, Kind, Parent, Role, arrive
 from forkserve.adapters.langgraph.branch import NodeBranch
 from forkserve.adapters.langgraph.output import merge_output, save_tip
-from forkserve.adapters.langgraph.registry import Live, Registry, Run
-from forkserve.adapters.langgraph.state import Ref, field, is_ref
-from forkserve.adapters.langgraph.stored import revive
+from forkserve.adapters.langgraph.registry import Fork, Live, Registry, Run
+from forkserve.adapters.langgraph.state import Ref, field
+from forkserve.adapters.langgraph.stored import look, may_wait
 from forkserve.adapters.langgraph.sweeper import Sweeper
 from forkserve.branch import Branch
 from forkserve.errors import AdapterError, NodeError
@@ -51,10 +52,6 @@ _log = logging.getLogger(__name__)
 __all__ = ["Nodes", "Parent", "Role"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-Role = Literal["trunk", "branch", "join"]
-Kind = Literal["node", "task", "entrypoint"]
-Parent = Callable[[Any], Ref | None]
-_READ_STATE = "__pregel_read_state"  # in the config of a Send's task: reads the graph's own state
 
 
 @dataclass(slots=True)
@@ -85,12 +82,21 @@ class Nodes:
         self._render = render
         self._stream_stats = stream_stats
 
-    def wrap(self, fn: F, role: Role | Literal["auto"], inject: str, parent: Parent | None) -> F:
+    def wrap(
+        self,
+        fn: F,
+        role: Role | Literal["auto"],
+        inject: str,
+        parent: Parent | None,
+        render: bool,
+    ) -> F:
         """The node around `fn`, with a signature that LangGraph reads as it would read `fn`'s."""
         if role not in ("auto", "trunk", "branch", "join"):
             raise AdapterError(f"unknown role {role!r}; use auto, trunk, branch or join")
         signature = inspect.signature(fn)
         wants = {name for name in ("config", "runtime", inject) if name in signature.parameters}
+
+        ours = self._registry, self._sweeper
 
         def given(call: Call, config: RunnableConfig) -> dict[str, Any]:
             own = {"config": config, "runtime": call.runtime, inject: call.branch}
@@ -104,7 +110,8 @@ class Nodes:
             async def anode(
                 *args: Any, config: RunnableConfig, runtime: Runtime[Any], **more: Any
             ) -> Any:
-                call = self._enter(role, parent, args, more, config, runtime)
+                at = arrive(*ours, role, parent, args, more, config, runtime)
+                call = self._enter(at, await self._aplace(at, render))
                 with self._entered(call):
                     out = await fn(*args, **more, **given(call, config))
                     if self._waits(call):
@@ -121,7 +128,8 @@ class Nodes:
             def snode(
                 *args: Any, config: RunnableConfig, runtime: Runtime[Any], **more: Any
             ) -> Any:
-                call = self._enter(role, parent, args, more, config, runtime)
+                at = arrive(*ours, role, parent, args, more, config, runtime)
+                call = self._enter(at, self._place(at, render))
                 with self._entered(call):
                     out = fn(*args, **more, **given(call, config))
                     extra = self._succeed(call)
@@ -139,94 +147,44 @@ class Nodes:
 
     # ---------------------------------------------------------------- entering
 
-    def _enter(
-        self,
-        role: Role | Literal["auto"],
-        parent: Parent | None,
-        args: Sequence[Any],
-        more: Mapping[str, Any],
-        config: RunnableConfig,
-        runtime: Runtime[Any],
-    ) -> Call:
-        began, registry = time.perf_counter(), self._registry
-        metadata = config.get("metadata", {})
-        name = str(metadata.get("langgraph_node", "node"))
-        run = self._sweeper.runs.get(getattr(config.get("callbacks"), "parent_run_id", None))  # type: ignore[arg-type]
-        info = runtime.execution_info
-        if run is None or info is None:
-            raise AdapterError(
-                f"node '{name}' runs in a graph that is not bound, so nobody would know when its "
-                "branches are over: wrap the compiled graph with fs.bind(graph)"
-            )
-        path: tuple[Any, ...] = metadata.get("langgraph_path") or ()
-        push = bool(path) and path[0] == "__pregel_push"
-        kind: Kind = "task" if push and path[3:] == (True,) else "node"
-        if START in metadata.get("langgraph_triggers", ()):
-            kind = "entrypoint"
-        given = [*args, *more.values()]
-        state = args[-1] if args else (given or [None])[-1]
-        read = config.get("configurable", {}).get(_READ_STATE) if push else None
-        sent = field(state, "fork_parent")
-        ref = (parent(state) if parent else None) or sent or field(state, "fork_tip") or None
-        if ref is None and kind == "task":
-            ref = next((value for value in given if is_ref(value)), None) or self._caller()
-            ref = {**ref, "branch": 0} if ref is not None else None
-        elif ref is None and kind == "entrypoint":
-            ref = field(runtime.previous, "fork_tip")
-        elif ref is None and read is not None:
-            ref = field(read(), "fork_tip")
-        chosen: Role
-        if role != "auto":
-            chosen = role
-        else:
-            chosen = "branch" if push or sent is not None else "trunk"
-        nested = "|" in str(metadata.get("langgraph_checkpoint_ns", ""))
-        step = None if nested else int(metadata.get("langgraph_step", 0))
+    def _place(self, at: Arrival, render: bool) -> Fork:
+        """The branch of a call.  It may wait: for the saver, the store, a session to open."""
+        registry, run, ref = self._registry, at.run, at.ref
+        look(registry, run, ref, at.saver if at.kind == "node" else None)
+        stale = False
+        if at.kind == "node" and ref is not None:
+            stale = render or turns.before(registry, run, ref, at.tip)
+        live, base = self._resolve(at, stale)
+        fork = registry.fork(run, at.info.task_id, live, base, at.name, at.text)
+        fork.branch = 0 if stale else at.continues
+        return fork
 
-        def tip() -> Any:
-            return field(state, "fork_tip") or (read is not None and field(read(), "fork_tip"))
+    async def _aplace(self, at: Arrival, render: bool) -> Fork:
+        """`_place` for a coroutine: in a thread, if it could wait."""
+        if not may_wait(self._registry, at.run):
+            return self._place(at, render)
+        work = partial(copy_context().run, self._place, at, render)
+        return await aio.in_thread(work, undo=self._registry.retract)
 
-        if ref is not None:
-            revive(registry, run, ref, step)
-        stale = kind == "node" and ref is not None and turns.before(registry, run, ref, tip, step)
-        live, base = self._resolve(run, ref, state, read, stale)
-        continues = 0 if push or ref is None or stale else ref["branch"]
-        first = push or (sent is not None and not sent.get("branch"))
-        text = field(state, "fork_text") if first else None
-        fork = registry.fork(run, info.task_id, live, base, name, text or ())
-        fork.branch = continues
+    def _enter(self, at: Arrival, fork: Fork) -> Call:
         branch = NodeBranch(
-            registry,
-            run,
+            self._registry,
+            at.run,
             fork,
-            role=chosen,
-            state=state,
-            index=next((part for part in path[1:3] if type(part) is int), None) if push else None,
-            attempt=info.node_attempt,
-            step=int(metadata.get("langgraph_step", 0)),
+            role=at.role,
+            state=at.state,
+            index=at.index,
+            attempt=at.info.node_attempt,
+            step=at.step,
         )
-        return Call(branch, run, live, runtime, kind, running.set(branch), began)
+        return Call(branch, at.run, fork.live, at.runtime, at.kind, running.set(branch), at.began)
 
-    def _caller(self) -> Ref | None:
-        """Where the node, task or entrypoint is that calls this task; a join's own is scratch."""
-        here = running.get()
-        if not isinstance(here, NodeBranch) or here._registry is not self._registry:
-            return None
-        return here.base if here.role == "join" else here.ref
-
-    def _resolve(
-        self,
-        run: Run,
-        ref: Ref | None,
-        state: Any,
-        read: Callable[[], Any] | None,
-        stale: bool,
-    ) -> tuple[Live, Ref]:
+    def _resolve(self, at: Arrival, stale: bool) -> tuple[Live, Ref]:
         """The live node that a ref names; for a stale one where the turn begins; a new session."""
-        registry = self._registry
+        registry, run, ref = self._registry, at.run, at.ref
         live = registry.find(ref) if ref is not None else None
         if ref is not None and stale:
-            return turns.begin(registry, run, ref, self._render(_rendered(state, read)))
+            return turns.begin(registry, run, ref, self._render(at.rendered()))
         if live is not None and ref is not None:
             tree = registry.engine.tree(live.session.id)
             node = tree.get(ref["node"])
@@ -234,7 +192,7 @@ class Nodes:
                 return live, ref
             prompt: Prompt = tree.tokens(node, 0, ref["length"]).tolist()  # it has grown since
         else:
-            prompt = self._render(_rendered(state, read))
+            prompt = self._render(at.rendered())
         why: tuple[object, ...] = ()
         if ref is not None:
             why = ref["engine"], ref["session"], ref["node"], ref["length"]
@@ -258,8 +216,10 @@ class Nodes:
     # ---------------------------------------------------------------- leaving
 
     def _waits(self, call: Call) -> bool:
-        """Whether leaving moves the main line, which waits for the pass in flight."""
+        """Whether leaving moves the main line, which waits for the pass in flight, or writes."""
         branch = call.branch
+        if self._registry.engine.store is not None:
+            return True
         return branch._decision is not None or (branch.role == "trunk" and branch.added > 0)
 
     def _succeed(self, call: Call) -> dict[str, Any]:
@@ -372,16 +332,6 @@ class Nodes:
                 }
             }
         )
-
-
-def _rendered(state: Any, read: Callable[[], Any] | None) -> Any:
-    """What to render: the node's input, for a Send laid over the graph's state."""
-    if read is None or not isinstance(state, Mapping):
-        return state
-    graph = read()
-    if not isinstance(graph, Mapping):
-        graph = vars(graph)
-    return {**graph, **state}
 
 
 def _signature(signature: inspect.Signature, inject: str) -> inspect.Signature:

@@ -24,20 +24,22 @@ from dataclasses import dataclass, field
 from typing import Literal
 from uuid import uuid4
 
+from blake3 import blake3
+
 from forkserve.adapters.langgraph import turns
 from forkserve.adapters.langgraph.state import Ref, checked
 from forkserve.adapters.langgraph.turns import Place, Turn
 from forkserve.api import Engine
 from forkserve.branch import Branch
-from forkserve.engine.prompting import opening_ids, render_prompt
-from forkserve.errors import AdapterError, ForkServeError, NodeError, SessionError
-from forkserve.session import Prompt, Session
+from forkserve.errors import AdapterError, ForkServeError, NodeError, SessionError, StoreError
+from forkserve.session import Prompt, Session, as_text
 from forkserve.types import NodeMode, Tokens, derive_seed
 
 _log = logging.getLogger(__name__)
 
 __all__ = ["Fork", "Live", "Registry", "Run"]
 
+_DOORS = 64  # sessions that are opened at the same time, at most
 Phase = Literal["live", "sealed", "held", "done"]
 
 _ids: weakref.WeakKeyDictionary[Engine, tuple[str, list[int]]] = weakref.WeakKeyDictionary()
@@ -74,11 +76,21 @@ class Fork:
 
 @dataclass(eq=False)
 class Run:
-    """One invocation of a graph."""
+    """One invocation of a graph.
+
+    tips: where its nodes left the trunk.  resumes: the namespace of the checkpoints that it goes on
+    with; None if it has an input.  checkpoint: the one that was named.  waits: the trunk's end, if
+    nodes have not seen the input yet, known when `asked`.
+    """
 
     key: str
     thread: str | None = None
     turn: Turn | None = None
+    tips: set[Place] = field(default_factory=set)
+    resumes: str | None = None
+    checkpoint: str | None = None
+    waits: Place | None = None
+    asked: bool = False
     interrupted: bool = False
     ended: bool = False
     touched: dict[str, Live] = field(default_factory=dict)
@@ -105,7 +117,14 @@ class Registry:
         self.sessions: OrderedDict[str, Live] = OrderedDict()  # oldest first
         self.tasks: dict[str, Fork] = {}
         self.turns: dict[str, Turn] = {}  # of threads that wait to be resumed
+        self._doors = [threading.RLock() for _ in range(_DOORS)]
         self.engine_id, self._gens = _ids.setdefault(engine, (uuid4().hex[:8], [0]))
+        with suppress(StoreError):  # of runs that nobody can resume
+            self._close_stored(_prefix(None))
+
+    def door(self, home: str) -> threading.RLock:
+        """Held while a session of a thread is opened or brought back; taken before `lock`."""
+        return self._doors[hash(home) % _DOORS]
 
     # ---------------------------------------------------------------- refs
 
@@ -147,20 +166,26 @@ class Registry:
         """
         ids = self.ids(prompt)
         key = (*why, tuple(ids))
-        with self.lock:
-            _require_running(run)
-            live = run.opened.get(key) or self._begun(run, ids)
-            if live is not None and not live.session.closed:
-                run.opened[key] = live
+        with self.door(run.home):
+            with self.lock:
+                _require_running(run)
+                live = run.opened.get(key) or self._begun(run, ids)
+                if live is not None and not live.session.closed:
+                    run.opened[key] = live
+                    return live
+                gen, seed = self.next_gen()
+            name = f"{_prefix(run.thread)}{self.engine_id}-{gen}"
+            session = Session(self.engine, ids, session=name, seed=seed)  # rows may come from disk
+            with self.lock:
+                if run.ended:
+                    session.close()
+                _require_running(run)
+                live = Live(session, gen, run.home, seed)
+                self.sessions[name] = run.opened[key] = live
+                self.count["opened"] += 1
+                self.touch(run, live)
+                self._shrink()
                 return live
-            gen, seed = self.next_gen()
-            name = f"langgraph-{self.engine_id}-{gen}"
-            live = Live(Session(self.engine, ids, session=name, seed=seed), gen, run.home, seed)
-            self.sessions[name] = run.opened[key] = live
-            self.count["opened"] += 1
-            self.touch(run, live)
-            self._shrink()
-            return live
 
     def next_gen(self) -> tuple[int, int]:
         """A number that no session of this engine had, and the seed that goes with it."""
@@ -195,12 +220,21 @@ class Registry:
                 self.turns.pop(live.home.removeprefix("thread:"), None)
 
     def forget_thread(self, thread: str) -> int:
-        """Close the sessions of a thread; returns how many."""
+        """Close the sessions of a thread, stored ones as well; returns how many."""
         with self.lock:
             gone = [s for s in self.sessions.values() if s.home == f"thread:{thread}"]
             for live in gone:
                 self.close(live)
-            return len(gone)
+        return len(gone) + self._close_stored(_prefix(thread))
+
+    def _close_stored(self, prefix: str) -> int:
+        """Close what an earlier process has left open in the engine's store."""
+        store = self.engine.store
+        if store is None or store.catalog.role != "owner":
+            return 0
+        from forkserve.store.records import close_sessions
+
+        return close_sessions(store.catalog, prefix, self.engine.sessions())
 
     def _shrink(self) -> None:
         idle = [live for live in self.sessions.values() if not live.users]
@@ -208,13 +242,8 @@ class Registry:
             self.close(live)
 
     def ids(self, prompt: Prompt) -> Tokens:
-        """A prompt as token ids."""
-        tokenizer = self.engine.backend.tokenizer
-        if isinstance(prompt, str):
-            return opening_ids(tokenizer, prompt)
-        if len(prompt) and not isinstance(prompt[0], int):
-            return tokenizer.encode(render_prompt(tokenizer, prompt))  # type: ignore[arg-type]
-        return list(prompt)  # type: ignore[arg-type]
+        """A prompt as token ids.  Raises ConfigError for what is none."""
+        return self.engine._guard.ids(as_text(self.engine, prompt), begins=True)
 
     # ---------------------------------------------------------------- forks
 
@@ -365,6 +394,12 @@ class Registry:
             before = self.count["aborted"]
             self.abort(live, node)
             self.count["swept"] += self.count["aborted"] - before
+
+
+def _prefix(thread: str | None) -> str:
+    """How the ids of sessions of a thread begin, or of those that end with their run."""
+    kind = "run" if thread is None else blake3(thread.encode("utf-8", "replace")).hexdigest()[:12]
+    return f"langgraph-{kind}-"
 
 
 def _require_running(run: Run) -> None:

@@ -1,47 +1,94 @@
-"""Sessions that another process left in the engine's store: their refs name what they named."""
+"""What another process left: the thread's checkpoint, and its sessions in the engine's store.
+
+Both are read before a node gets its branch, which may take a while; a coroutine has it done in a
+thread.
+"""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
+from forkserve.adapters.langgraph import turns
 from forkserve.adapters.langgraph.registry import Live, Registry, Run
 from forkserve.adapters.langgraph.state import Ref, checked
-from forkserve.adapters.langgraph.turns import Turn, unfinished
 from forkserve.errors import SessionError, StoreError
 from forkserve.session import Session
 
-__all__ = ["revive"]
+__all__ = ["look", "may_wait"]
 
 _log = logging.getLogger(__name__)
 
 
-def revive(registry: Registry, run: Run, ref: Ref, step: int | None) -> None:
-    """Bring a ref's session back, if it is closed here and the engine's store has it.
+def may_wait(registry: Registry, run: Run) -> bool:
+    """Whether a node's branch may need a database: to look, to open, or to write it down."""
+    return registry.engine.store is not None or _asks(run)
 
-    A session belongs to a thread; a run without one would end it, and leaves it alone.
-    step: of the node in its graph; None inside a subgraph.
+
+def look(registry: Registry, run: Run, ref: Ref | None, saver: Any) -> None:
+    """Find out, once, whether the run's turn waits; bring a ref's session back if it is stored.
+
+    saver: None to leave the first to others.  Nodes of one thread look one after the other; nobody
+    else waits for them.
     """
-    engine, name = registry.engine, checked(ref)["session"]
-    if engine.store is None or run.thread is None:
+    if run.thread is None:  # a session belongs to a thread; a run without one would end it
         return
+    name = checked(ref)["session"] if ref is not None else None
+    ask = saver is not None and _asks(run)
+    if ask or (name is not None and _absent(registry, name)):
+        with registry.door(run.home):
+            if ask and not run.asked:
+                run.waits, run.asked = _waiting(run, saver), True
+            if name is not None and _absent(registry, name):
+                _revive(registry, run, name)
+
+
+def _asks(run: Run) -> bool:
+    return run.resumes is not None and run.thread is not None and not run.asked
+
+
+def _waiting(run: Run, saver: Any) -> turns.Place | None:
+    """Asks the checkpoint that the run began with.  What the run itself saves may not be there."""
+    where = {"thread_id": run.thread, "checkpoint_ns": run.resumes}
+    if run.checkpoint is not None:
+        where["checkpoint_id"] = run.checkpoint
+    try:
+        found = saver.get_tuple({"configurable": where})
+    except NotImplementedError:  # a saver for coroutines alone, and a node that is none
+        _log.warning(
+            "%s cannot be read by a node that is no coroutine, so an input that thread '%s' was "
+            "given and no node has seen is not rendered: decorate coroutines",
+            type(saver).__name__,
+            run.thread,
+        )
+        return None
+    return turns.waiting(found.checkpoint) if found is not None else None
+
+
+def _absent(registry: Registry, name: str) -> bool:
+    """Whether a session is not open here, and may be stored."""
+    if registry.engine.store is None:
+        return False
     with registry.lock:
         known = registry.sessions.get(name)
-        if known is not None and not known.session.closed:
-            return
-        try:
-            handle = engine.resume(name)
-        except SessionError:  # another adapter has it open, or the store doesn't have it
-            return
-        except StoreError as error:
-            _log.warning("session '%s' is not resumed: %s", name, error)
-            return
+        return known is None or known.session.closed
+
+
+def _revive(registry: Registry, run: Run, name: str) -> None:
+    engine = registry.engine
+    try:
+        handle = engine.resume(name)
+    except SessionError:  # another adapter has it open, or the store doesn't have it
+        return
+    except StoreError as error:
+        _log.warning("session '%s' is not resumed: %s", name, error)
+        return
+    tree = engine.tree(name)
+    with registry.lock:
         gen, seed = registry.next_gen()
         live = Live(Session(engine, handle), gen, run.home, seed)
-        tree = engine.tree(name)
         live.stored = {node.id: node.length for node in tree}
         registry.sessions[name] = live
         registry.count["resumed"] += 1
-        registry.touch(run, live)
-        node = tree.nodes.get(ref["node"])
-        if run.turn is None and node is not None and unfinished(tree, node, step):
-            run.turn = Turn()
+        if not run.ended:  # else it stays open for the thread's next run
+            registry.touch(run, live)

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 from uuid import UUID
 
-from langgraph.callbacks import GraphCallbackHandler, GraphInterruptEvent
+from langgraph.callbacks import GraphCallbackHandler, GraphInterruptEvent, GraphResumeEvent
 
 from forkserve.adapters.langgraph import turns
 from forkserve.adapters.langgraph.registry import Registry, Run
@@ -53,7 +53,7 @@ class Sweeper(GraphCallbackHandler):
             self.runs[run_id] = run
             self._members[run.key].add(run_id)
         if str(run_id) == run.key or "langgraph_node" not in known:  # also inside a chain
-            turns.told(self._registry, run, inputs)
+            turns.told(self._registry, run, inputs, known)
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
         """It ended, or paused."""
@@ -69,6 +69,13 @@ class Sweeper(GraphCallbackHandler):
             run = self.runs.get(event.run_id) if event.run_id is not None else None
             if run is not None:
                 run.interrupted = True
+
+    def on_resume(self, event: GraphResumeEvent) -> None:
+        """The graph goes on, also one inside another that is not ours: it is given its state."""
+        with self._lock:
+            run = self.runs.get(event.run_id) if event.run_id is not None else None
+        if run is not None and run.key == str(event.run_id):
+            turns.resumed(self._registry, run, "|".join(event.checkpoint_ns))
 
     def _end(self, run_id: UUID, *, failed: bool) -> None:
         with self._lock:

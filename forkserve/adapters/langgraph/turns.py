@@ -3,16 +3,21 @@
 A run with an input begins a turn; runs that resume it (None, a command) belong to it.  The end of
 the trunk from before knows nothing of the input, so nodes leave from what the state renders to now.
 What that shares with the trunk is shared in the tree, and what it hasn't goes idle.
+
+A run that resumes asks the checkpoint that it resumes from whether its turn has begun: the versions
+of the input and of ``fork_tip`` say which was written later.  So it does not matter which process
+was told, how the graph is run, or whether somebody goes back in time.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import field as made_by
 from typing import TYPE_CHECKING, Any
 
+from langgraph.constants import START
 from langgraph.types import Command
 
 from forkserve.adapters.langgraph.state import Ref, field, is_ref
@@ -21,12 +26,23 @@ from forkserve.tree.tree import lcp
 
 if TYPE_CHECKING:
     from forkserve.adapters.langgraph.registry import Live, Registry, Run
-    from forkserve.tree.node import Node
     from forkserve.tree.tree import ContextTree
 
-__all__ = ["Place", "Turn", "before", "begin", "end", "moved", "place", "told", "unfinished"]
+__all__ = [
+    "Place",
+    "Turn",
+    "before",
+    "begin",
+    "end",
+    "moved",
+    "place",
+    "resumed",
+    "told",
+    "waiting",
+]
 
 Place = tuple[str, str, int, int, int]
+_NAME = "turn"  # of the node at which one begins
 
 
 def place(ref: Ref) -> Place:
@@ -36,63 +52,71 @@ def place(ref: Ref) -> Place:
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """tips: where its nodes left the trunk.  bases: where it begins, by old tip and prompt.
-    made: nodes that were added for that.  step: of the graph at its first node.
-    """
+    """bases: where it begins, by old tip and prompt.  made: nodes that were added for that."""
 
-    tips: set[Place] = made_by(default_factory=set)
     bases: dict[tuple[object, ...], tuple[Live, Ref]] = made_by(default_factory=dict)
     made: list[tuple[Live, Ref]] = made_by(default_factory=list)
-    step: int | None = None
 
 
-def told(registry: Registry, run: Run, given: Any) -> None:
-    """A graph begins: with an input, or to go on."""
+def told(registry: Registry, run: Run, given: Any, known: Mapping[str, Any]) -> None:
+    """A graph begins: with an input, or to go on.  known: its metadata."""
+    checkpoint = known.get("checkpoint_id")
+    run.checkpoint = str(checkpoint) if checkpoint else None
+    run.tips = set()
+    if given is None or isinstance(given, Command):
+        resumed(registry, run, str(known.get("checkpoint_ns") or ""))
+        return
     with registry.lock:
         earlier = registry.turns.get(run.thread or "")
-        if given is None or isinstance(given, Command):
-            run.turn = earlier
-            return
-        run.turn = Turn()
-        if earlier is not None:  # never finished, and its own tips are old now
+        run.turn, run.resumes = Turn(), None
+        if earlier is not None:  # never finished
             run.turn.bases.update(earlier.bases)
             run.turn.made.extend(earlier.made)
         tip = field(given, "fork_tip")
         if is_ref(tip):  # the input says where to go on
-            run.turn.tips.add(place(tip))
+            run.tips.add(place(tip))
+
+
+def resumed(registry: Registry, run: Run, namespace: str) -> None:
+    """The run goes on with what a checkpoint has.  namespace: of its graph's checkpoints."""
+    with registry.lock:
+        run.turn, run.resumes = registry.turns.get(run.thread or ""), namespace
+        run.waits, run.asked = None, False
 
 
 def moved(run: Run, live: Live, ref: Ref) -> None:
     """A node of the run left the trunk here."""
     live.tip = place(ref)
-    if run.turn is not None:
-        run.turn.tips.add(live.tip)
+    run.tips.add(live.tip)
 
 
-def before(
-    registry: Registry, run: Run, ref: Ref, tip: Callable[[], Any], step: int | None
-) -> bool:
+def waiting(checkpoint: Mapping[str, Any]) -> Place | None:
+    """The trunk's end, if an input has come to the state since it was written there."""
+    versions, values = checkpoint["channel_versions"], checkpoint["channel_values"]
+    tip, given, moved = values.get("fork_tip"), versions.get(START), versions.get("fork_tip")
+    if not is_ref(tip) or type(given) is not type(moved) or moved >= given:
+        return None
+    if is_ref(field(values.get(START), "fork_tip")):  # the input says where to go on
+        return None
+    return place(tip)
+
+
+def before(registry: Registry, run: Run, ref: Ref, tip: Callable[[], Any]) -> bool:
     """Whether a ref is the end of the thread's trunk from before the turn.
 
     An older place, that a node or a Send chose, is meant as it is.
-    tip: reads ``fork_tip`` of the state.  step: of the node in its graph; None inside a subgraph,
-    which counts its own.
+    tip: reads ``fork_tip`` of the state.
     """
     with registry.lock:
-        turn = run.turn
-        if turn is None or run.thread is None:
+        live, here = registry.find(ref), tip()
+        if run.thread is None or live is None or place(ref) in run.tips:
             return False
-        if turn.step is None:
-            turn.step = step
-        elif step is not None and step < turn.step:
-            return False  # time travel
-        live = registry.find(ref)
-        if live is None or live.home != run.home or place(ref) in turn.tips:
+        if run.resumes is not None:
+            return place(ref) == run.waits and not (is_ref(here) and place(here) != run.waits)
+        if run.turn is None:
             return False
-        if place(ref) == live.tip:
-            return True
-        here = tip()
-        return is_ref(here) and place(ref) == place(here)
+        ours = live.home == run.home and place(ref) == live.tip
+        return ours or (is_ref(here) and place(ref) == place(here))
 
 
 def begin(registry: Registry, run: Run, tip: Ref, prompt: Prompt) -> tuple[Live, Ref]:
@@ -100,16 +124,18 @@ def begin(registry: Registry, run: Run, tip: Ref, prompt: Prompt) -> tuple[Live,
 
     Nodes of one turn with equal `tip` and prompt begin at one place.
     """
-    turn, ids = run.turn, array("i", registry.ids(prompt))
-    assert turn is not None, "nothing is from before"
+    ids = array("i", registry.ids(prompt))
     key = (place(tip), ids.tobytes())
-    with registry.lock:
+    with registry.door(run.home):  # not the lock: to open may take a while
+        turn = run.turn = run.turn or Turn()
         live = registry.find(tip)
         known = turn.bases.get(key)
         if known is not None and registry.find(known[1]) is not None:
             return known
         registry.count["turns"] += 1
-        found = _shared(registry, run, live, tip, ids) if live is not None else None
+        found = None
+        if live is not None and live.home == run.home:  # a cached node's tip is another thread's
+            found = _shared(registry, run, turn, live, tip, ids)
         if found is None:
             live = registry.open(run, ids.tolist(), place(tip))
             found = live, registry.ref(live, live.session.branch(1).id)
@@ -118,7 +144,7 @@ def begin(registry: Registry, run: Run, tip: Ref, prompt: Prompt) -> tuple[Live,
 
 
 def _shared(
-    registry: Registry, run: Run, live: Live, tip: Ref, ids: array[int]
+    registry: Registry, run: Run, turn: Turn, live: Live, tip: Ref, ids: array[int]
 ) -> tuple[Live, Ref] | None:
     """A place in the trunk's own tree; None if they share nothing."""
     engine, session = registry.engine, live.session.id
@@ -132,24 +158,24 @@ def _shared(
     if shared < 1:
         return None
     registry.touch(run, live)
-    assert run.turn is not None
-    name = f"turn@{run.turn.step or 0}"  # a store keeps it
-    base = engine.fork(session, node.id, name, ids[shared:].tolist(), at=shared)
-    engine.attempt(session, base)  # the first node that commits above it brings it to the main line
+    base = _stored(live, tree, ids)
+    if base is None:  # the first node that commits above it brings it to the main line
+        base = engine.fork(session, node.id, _NAME, ids[shared:].tolist(), at=shared)
+        engine.attempt(session, base)
     found = live, registry.ref(live, base)
-    run.turn.made.append(found)
+    turn.made.append(found)
     return found
 
 
-def unfinished(tree: ContextTree, node: Node, step: int | None) -> bool:
-    """Whether a turn had begun by `step` that `node`, which an earlier process left, is before."""
-    path = {node.id, *(above.id for above in node.ancestors())}
-    for later in tree:
-        word, _, at = later.branch.partition("@")
-        begins = word == "turn" and at.isdecimal() and later.id > node.id and later.id not in path
-        if begins and (step is None or int(at) <= step):
-            return True
-    return False
+def _stored(live: Live, tree: ContextTree, ids: array[int]) -> int | None:
+    """Where an earlier process began the turn: its branches stand there."""
+    for number, length in live.stored.items():
+        node = tree.nodes.get(number)
+        if node is None or node.branch != _NAME or not length == node.length == len(ids):
+            continue
+        if tree.tokens(node) == ids:
+            return number
+    return None
 
 
 def end(registry: Registry, run: Run, *, resumable: bool) -> None:

@@ -211,6 +211,40 @@ def test_a_cached_node_replays_its_ref_and_its_text_is_copied(fs: ForkServe) -> 
     spine_only(fs, second["fork_tip"])
 
 
+def test_a_thread_whose_trunk_came_from_a_cache_is_told_the_next_input(make: Any) -> None:
+    """The ref that was replayed is a place in another thread's session, and stays so."""
+    from .test_turns import Talk, render, user
+
+    fs = make(render=render)
+    seen: list[str] = []
+
+    @fs.node
+    def chat(state: Talk, fork: Branch):
+        seen.append(fork.full_text)
+        fork.append("answer")
+        return {"messages": [("ai", "answer")]}
+
+    def key(state: Any, **more: Any) -> str:
+        return str([message.content for message in state["messages"]])
+
+    build = StateGraph(Talk)
+    build.add_node("chat", chat, cache_policy=CachePolicy(key_func=key))
+    build.add_edge(START, "chat")
+    saver = InMemorySaver()
+    graph = fs.bind(build.compile(checkpointer=saver, cache=InMemoryCache()))
+    other: Any = {"configurable": {"thread_id": "other"}}
+    first = graph.invoke(user("FIRST"), THREAD)
+    replayed = graph.invoke(user("FIRST"), other)
+    assert replayed["fork_tip"] == first["fork_tip"]
+    own = graph.invoke(user("OTHER"), other)
+    assert seen[-1] == "human: FIRST\nai: answer\nhuman: OTHER\nai: "
+    assert own["fork_tip"]["session"] != first["fork_tip"]["session"]
+    spine_only(fs, first["fork_tip"])
+    spine_only(fs, own["fork_tip"])
+    graph.invoke(user("SECOND"), THREAD)
+    assert seen[-1] == "human: FIRST\nai: answer\nhuman: SECOND\nai: "
+
+
 def test_a_cached_ref_of_a_run_that_is_gone_reopens(fs: ForkServe) -> None:
     policy = CachePolicy(key_func=cache_key)
     build = fan_out(fs, node={"cache_policy": policy})

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command, interrupt
 
 from forkserve.adapters.langgraph import Branch, ForkServe, ForkState
+from forkserve.errors import ConfigError
 
 from .graphs import THREAD, Boom, one
 
@@ -237,3 +238,138 @@ def test_a_tip_that_the_input_names_is_meant(make: Any) -> None:
     tip = graph.invoke(user("FIRST"), THREAD)["fork_tip"]
     graph.invoke({**user("SECOND"), "fork_tip": tip}, THREAD)
     assert seen[-1] == "human: FIRST\nai: answer 1"
+
+
+def test_a_fan_out_that_waited_has_one_place_to_leave_from(make: Any) -> None:
+    """The branches were held before they ran, and the join stands where they left from."""
+    fs = make(render=render)
+    seen: list[str] = []
+
+    @fs.node
+    def draft(state: Any, fork: Branch):
+        seen.append(fork.full_text)
+        fork.append(f"draft {state['i']}")
+
+    @fs.node(role="join")
+    def pick(state: Talk):
+        said = {"messages": [("ai", "draft 1")]}
+        return {**fs.commit_winner(state["fork_refs"], lambda refs: refs[1]), **said}
+
+    def fan(state: Any) -> list[Any]:
+        return [fs.send("draft", {"i": i}, parent=state.get("fork_tip")) for i in range(2)]
+
+    build = StateGraph(Talk)
+    build.add_node("draft", draft)
+    build.add_node("pick", pick)
+    build.add_conditional_edges(START, fan, ["draft"])
+    build.add_edge("draft", "pick")
+    stops = ["draft", "pick"]
+    graph = fs.bind(build.compile(checkpointer=InMemorySaver(), interrupt_before=stops))
+    for text in ("FIRST", "SECOND"):
+        graph.invoke(user(text), THREAD)
+        graph.invoke(None, THREAD)
+        result = graph.invoke(None, THREAD)
+    told = "human: FIRST\nai: draft 1\nhuman: SECOND\nai: "
+    assert seen[2:] == [told, told]
+    assert fs.text(result["fork_tip"]) == told + "draft 1"
+    assert (fs.stats["copied"], fs.stats["unchosen"]) == (0, 0)
+
+
+def test_a_place_that_a_node_of_a_resumed_run_chose_is_meant(make: Any) -> None:
+    """It is where the turn found the trunk, and the trunk has moved meanwhile."""
+    fs = make(render=render)
+    seen: list[str] = []
+    old: list[Any] = []
+
+    @fs.node
+    def first(state: Talk, fork: Branch):
+        old.append(state.get("fork_tip"))
+        fork.append("[first]")
+
+    @fs.node
+    def later(state: Any, fork: Branch):
+        seen.append(fork.full_text)
+
+    build = StateGraph(Talk)
+    build.add_node("first", first)
+    build.add_node("later", later)
+    build.add_edge(START, "first")
+    build.add_conditional_edges(
+        "first", lambda s: [fs.send("later", {}, parent=old[-1] or s["fork_tip"])], ["later"]
+    )
+    stops = ["first"]
+    graph = fs.bind(build.compile(checkpointer=InMemorySaver(), interrupt_before=stops))
+    for text in ("FIRST", "SECOND"):
+        graph.invoke(user(text), THREAD)
+        graph.invoke(None, THREAD)
+    assert seen == ["human: FIRST\nai: [first]"] * 2
+
+
+def test_a_node_that_renders_sees_what_the_state_got_meanwhile(make: Any) -> None:
+    """A loop of model and tools: results are in the state, and no node put them in the trunk."""
+    seen: dict[bool, list[str]] = {False: [], True: []}
+    for renders in (False, True):
+        fs = make(render=render)
+
+        @fs.node(render=renders)
+        def chat(state: Talk, fork: Branch, see: Any = seen[renders].append):
+            see(fork.full_text)
+            fork.append(f"answer {len(state['messages'])}")
+            return {"messages": [("ai", f"answer {len(state['messages'])}")]}
+
+        build = StateGraph(Talk)
+        build.add_node("chat", chat)
+        build.add_node("tool", lambda state: {"messages": [("human", "RESULT")]})
+        build.add_edge(START, "chat")
+        build.add_conditional_edges("chat", lambda s: "tool" if len(s["messages"]) < 4 else END)
+        build.add_edge("tool", "chat")
+        graph = fs.bind(build.compile(checkpointer=InMemorySaver()))
+        result = graph.invoke(user("FIRST"), THREAD)
+        assert fs.text(result["fork_tip"]) == seen[renders][-1] + "answer 3"
+        tree = fs.engine.tree(result["fork_tip"]["session"])
+        assert set(tree.nodes.values()) == set(tree.spine())
+        assert fs.bind(build.compile()).invoke(user("FIRST"))  # without a thread as well
+    told = "human: FIRST\nai: "
+    assert seen[False][:2] == [told, told + "answer 1"]
+    assert seen[True][:2] == [told, told + "answer 1\nhuman: RESULT\nai: "]
+    assert seen[True][2:] == seen[True][:2]
+
+
+def test_a_thread_without_a_saver_keeps_no_session(make: Any) -> None:
+    fs = make(render=render)
+
+    @fs.node
+    def chat(state: Talk, fork: Branch):
+        fork.append("x")
+
+    build = StateGraph(Talk)
+    build.add_node("n", chat)
+    build.add_edge(START, "n")
+    graph = fs.bind(build.compile())
+    for text in ("FIRST", "SECOND"):
+        graph.invoke(user(text), THREAD)
+        assert fs.stats["sessions"] == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (None, "not NoneType"),
+        ([{"role": "user"}], "has no content"),
+        ([{"role": "assistant", "content": "", "tool_calls": 5}], "tool_calls=5"),
+        ([1 << 40], "vocabulary"),
+        ([], "at least one token"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_in_a_later_turn_too(make: Any, said: Any, why: str) -> None:
+    answers = ["human: FIRST", said]
+    fs = make(render=lambda state: answers[len(state["messages"]) > 1])
+
+    @fs.node
+    def chat(state: Talk, fork: Branch):
+        fork.append("x")
+
+    graph = one(fs, chat, Talk)
+    graph.invoke(user("FIRST"), THREAD)
+    with pytest.raises(ConfigError, match=why):
+        graph.invoke(user("SECOND"), THREAD)
