@@ -35,7 +35,7 @@ class LocalBackend:
     """Satisfies `forkserve.engine.protocol.Backend`.
 
     model: a GGUF file, a directory of safetensors, or "smollm2".  dtype: the execution variant:
-    "float32", "bfloat16", "int8" (native kernels, or a GPU), or "w8a16" (native kernels).
+    "float32", "bfloat16", "int8", or "w8a16" (native kernels alone).
     kernels: "native", "torch", or "auto", which takes the native ones where they were built and
     fit; `info.extra` says what was taken and why.  threads: None leaves torch's own number.
     device: "cuda" or "cuda:1" runs on a GPU, on Triton kernels (docs/kernels.md).  kv: "int8" or

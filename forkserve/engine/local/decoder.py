@@ -51,23 +51,28 @@ class Layer:
 class Decoder:
     """Weights and the forward pass.  No state besides them."""
 
-    def __init__(self, source: Checkpoint, dtype: torch.dtype, max_context: int) -> None:
+    def __init__(
+        self, source: Checkpoint, dtype: torch.dtype, max_context: int, *, coded: bool = False
+    ) -> None:
+        """dtype: of KV and of weights; coded: weights of products are 8-bit integers instead."""
         self.spec = spec = source.spec
         self.dtype = dtype
         self.embed = _load(source, "embed", (spec.vocab, spec.hidden), dtype)
         self.final_norm = _load(source, "final_norm", (spec.hidden,))
-        self.layers = [_load_layer(source, i, dtype) for i in range(spec.layers)]
-        tied = not source.has("head")
-        head = self.embed if tied else _load(source, "head", (spec.vocab, spec.hidden), dtype)
-        self.head = Linear(head)
+        self.layers = [_load_layer(source, i, dtype, coded) for i in range(spec.layers)]
+        name, shape = "head" if source.has("head") else "embed", (spec.vocab, spec.hidden)
+        if coded:
+            self.head = Linear.coded(_load(source, name, shape))
+        else:
+            self.head = Linear(self.embed if name == "embed" else _load(source, name, shape, dtype))
         factors = None
         if source.has("rope_factors"):
             factors = _load(source, "rope_factors", (spec.head_dim // 2,))
-        shape = (max_context, 1, spec.head_dim)
+        table = (max_context, 1, spec.head_dim)
         self.ropes = [  # of each of the spec's tables: cos and sin [max_context, 1, D]
             Turns(
-                torch.empty(shape),
-                torch.empty(shape),
+                torch.empty(table),
+                torch.empty(table),
                 partial(_rope_rows, rope.inv_freq(spec.head_dim, factors), rope.magnitude),
             )
             for rope in spec.ropes
@@ -142,7 +147,7 @@ def _load(
     return tensor
 
 
-def _load_layer(source: Checkpoint, i: int, dtype: torch.dtype) -> Layer:
+def _load_layer(source: Checkpoint, i: int, dtype: torch.dtype, coded: bool) -> Layer:
     spec, family = source.spec, FAMILIES[source.spec.family]
     q, k = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     e, f = spec.hidden, spec.ffn
@@ -154,15 +159,16 @@ def _load_layer(source: Checkpoint, i: int, dtype: torch.dtype) -> Layer:
         """The named products as one, with their biases (None: if the checkpoint has them)."""
         if bias is None:
             bias = source.has(f"{i}.{next(iter(sizes))}.bias")
-        weight = torch.empty(sum(sizes.values()), inputs, dtype=dtype)
-        shift = torch.empty(sum(sizes.values()), dtype=dtype) if bias else None
+        read = torch.float32 if coded else dtype  # integers are made from what the file has
+        weight = torch.empty(sum(sizes.values()), inputs, dtype=read)
+        shift = torch.empty(sum(sizes.values()), dtype=read) if bias else None
         low = 0
         for name, size in sizes.items():
             source.read(f"{i}.{name}", weight[low : low + size])
             if shift is not None:
                 source.read(f"{i}.{name}.bias", shift[low : low + size])
             low += size
-        return Linear(weight, shift)
+        return Linear.coded(weight, shift) if coded else Linear(weight, shift)
 
     return Layer(
         attn_norm=vector("attn_norm", e),

@@ -52,8 +52,16 @@ def identity(
         "variant": {
             "engine": runner.kernels,
             "version": runner.version,
-            "kernels": _KERNELS if runner.kernels == "torch" else f"{info.dtype} weights",
+            "kernels": _kernels(runner, info.dtype),
             "device": info.device,
             "determinism": "exact" if runner.exact else "numeric",
         },
     }
+
+
+def _kernels(runner: Runner, dtype: str) -> str:
+    """What a row depends on besides the numbers that it is kept in."""
+    if runner.kernels != "torch":
+        return f"{dtype} weights"
+    # Of other variants `kv_dtype` says it, and stores have their fingerprints.
+    return f"{_KERNELS}, int8 weights" if dtype == "int8" else _KERNELS

@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int32]
 KERNELS = ("auto", "native", "torch")
 # Execution variants: the numbers that weights are kept in; see docs/engine.md.
 VARIANTS = ("float32", "bfloat16", "int8", "w8a16")
-_NATIVE = ("int8", "w8a16")  # variants that have native kernels only
+_NATIVE = ("w8a16",)  # variants that have native kernels only
 
 
 class Runner(Protocol):

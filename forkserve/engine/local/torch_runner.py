@@ -17,7 +17,8 @@ from forkserve.types import Work
 
 __all__ = ["TorchRunner"]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Of KV, and of weights that are no integers.
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
 
 
 class TorchRunner:
@@ -31,7 +32,9 @@ class TorchRunner:
         self._windows = spec.windows
         self.version = str(torch.__version__)
         with torch.inference_mode():
-            self._decoder: Decoder | None = Decoder(source, dtype, setup.context)
+            self._decoder: Decoder | None = Decoder(
+                source, dtype, setup.context, coded=setup.variant == "int8"
+            )
         self.kv = PagedKV(KVSize.of(spec, setup, dtype))
 
     def run(
