@@ -21,6 +21,7 @@ from forkserve.control.flight import Flight, Ran
 from forkserve.control.landing import Landing
 from forkserve.control.spine_care import care
 from forkserve.errors import BackendError
+from forkserve.threads import started
 
 __all__ = ["Loop"]
 
@@ -31,7 +32,8 @@ _running: weakref.WeakSet[Loop] = weakref.WeakSet()
 def _stop_loops() -> None:
     """A thread inside a forward pass must not outlive the interpreter."""
     for loop in list(_running):
-        loop.shutdown()
+        if loop.ours:  # in a forked process nobody lets go of a lock that was held then
+            loop.shutdown()
 
 
 _POLL_S = 0.05  # how often an idle background loop looks at timers
@@ -50,9 +52,8 @@ class Loop:
         self._broken: BaseException | None = None
         self._thread: threading.Thread | None = None
         if background:
+            self._thread = started(self._serve, "forkserve-loop")
             _running.add(self)
-            self._thread = threading.Thread(target=self._serve, name="forkserve-loop", daemon=True)
-            self._thread.start()
 
     # ---------------------------------------------------------------- waiting
 
@@ -109,10 +110,15 @@ class Loop:
             raise BackendError("the engine loop has failed; open a new engine") from self._broken
         if self._stop:
             raise BackendError("the engine is shut down")
-        if self._pid != os.getpid():
+        if not self.ours:
             raise BackendError(
                 f"this engine belongs to process {self._pid}; open one of your own after a fork"
             )
+
+    @property
+    def ours(self) -> bool:
+        """False in the child of a fork: neither threads nor locks are of any use there."""
+        return self._pid == os.getpid()
 
     @property
     def stopped(self) -> bool:
@@ -129,6 +135,8 @@ class Loop:
 
     def retire(self) -> None:
         """Let the thread end by itself: its engine was dropped without a shutdown."""
+        if not self.ours:
+            return
         with self.core.lock:
             self._stop = True
             self.core.changed.notify_all()
