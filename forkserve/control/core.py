@@ -105,7 +105,7 @@ class Core:
 
     def tree(self, session: str) -> ContextTree:
         """The tree of an open session, or a SessionError."""
-        tree = self.trees.get(session)
+        tree = self.trees.get(session) if isinstance(session, str) else None
         if tree is None:
             raise SessionError(f"no open session '{session}': it was never opened, or was closed")
         return tree

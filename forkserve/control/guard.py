@@ -18,6 +18,9 @@ from forkserve.values import whole
 
 __all__ = ["Guard"]
 
+# Integers come out of these too: bytes of a text, or ids in no order.
+_NO_IDS = (bytes, bytearray, memoryview, dict, set, frozenset)
+
 
 class Guard:
     """Argument and concurrency checks over a core."""
@@ -32,6 +35,10 @@ class Guard:
         backend = self._core.backend
         if isinstance(tokens, str):
             return backend.tokenizer.encode(tokens)
+        if isinstance(tokens, _NO_IDS):
+            raise ConfigError(
+                f"tokens must be text or integers in order, not a {type(tokens).__name__}"
+            )
         size = backend.info.vocab_size
         try:
             ids = list(map(index, tokens))
