@@ -140,6 +140,7 @@ class Engine(Opening):
         """
         ids = self._guard.ids(tokens)
         with self._core.lock:
+            self._loop.check()  # what changes after a shutdown is written by nobody
             tree = self._core.tree(session)
             target = tree.get(node)
             self._guard.fits(target.length + len(ids), "sequence")
@@ -160,6 +161,7 @@ class Engine(Opening):
         other attempts live on.  A commit on its parent that observes its text adopts it.
         """
         with self._core.lock:
+            self._loop.check()
             tree = self._core.tree(session)
             lines.attempt(self._core, tree, tree.get(node))
         self._saved(session, now=True)

@@ -138,7 +138,11 @@ class Opening(Tiering):
         string("session", session)
         journal = self._journal  # a shutdown may take it away meanwhile
         if journal is not None:
-            journal.sync(session, begun=True)  # a generation that nobody has waited for
+            with self._core.lock:
+                tree = self._core.trees.get(session)
+                if tree is not None:  # what a verb has promised is in the tree now, or never
+                    self._core.begin_close(tree)
+            journal.sync(session, begun=True)
         self._end(session, None)
 
     def _end(self, session: str, only: ContextTree | None) -> None:

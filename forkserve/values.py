@@ -87,16 +87,16 @@ def positive(name: str, value: Any, kind: type[int] | type[float]) -> None:
         raise ConfigError(f"{name}={value!r} must be a positive {kind.__name__}, or left out")
 
 
-def string(name: str, value: Any) -> str:
+def string(name: str, value: object) -> str:
     """A string, whatever it holds.  Raises ConfigError."""
     if not isinstance(value, str):
         raise ConfigError(f"{name}={value!r} must be a string, not {_kind(value)}")
-    return value
+    return str(value)
 
 
-def text(name: str, value: Any) -> str:
+def text(name: str, value: object) -> str:
     """A string that UTF-8 can hold: no half of a surrogate pair.  Raises ConfigError."""
-    string(name, value)
+    value = string(name, value)
     if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
         raise ConfigError(f"{name}={value!r} holds half of a surrogate pair: it is no text")
     return value

@@ -58,6 +58,7 @@ class Core:
         )
         self.index = PrefixIndex(self.pool)
         self.trees: dict[str, ContextTree] = {}
+        self.closing: set[str] = set()  # sessions that only a store still looks at
         self.experience: dict[str, Experience] = {}
         self.meter = FairMeter(self.config)
         self.scheduler = Scheduler(self.config, self.meter)
@@ -106,7 +107,7 @@ class Core:
     def tree(self, session: str) -> ContextTree:
         """The tree of an open session, or a SessionError."""
         tree = self.trees.get(session) if isinstance(session, str) else None
-        if tree is None:
+        if tree is None or session in self.closing:
             raise SessionError(f"no open session '{session}': it was never opened, or was closed")
         return tree
 
@@ -385,12 +386,17 @@ class Core:
             tbt_misses=count.tbt_misses,
         )
 
-    def close_tree(self, tree: ContextTree) -> None:
-        """Release everything a session holds; who still waits on it gets a SessionError."""
+    def begin_close(self, tree: ContextTree) -> None:
+        """From here on a session stays as it is; who waits on it gets a SessionError."""
+        self.closing.add(tree.session)
         for node in list(tree):
             task = self.tasks.get((tree.session, node.id))
             if task is not None:
                 self.finish(task, SessionError(f"session '{tree.session}' was closed meanwhile"))
+
+    def close_tree(self, tree: ContextTree) -> None:
+        """Release everything a session holds."""
+        self.begin_close(tree)
         for node in [*tree, *tree.dead]:
             release(tree, node)
             node.mode = NodeMode.DEAD
@@ -399,6 +405,7 @@ class Core:
         self.journal.closed(tree.session)
         self.drop_copies()
         del self.trees[tree.session], self.experience[tree.session]
+        self.closing.discard(tree.session)
         self.planner.ledger.release_session(tree.session)
         if not any(other.tenant == tree.tenant for other in self.trees.values()):
             self.meter.close(tree.tenant)

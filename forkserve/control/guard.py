@@ -82,7 +82,7 @@ class Guard:
             self._users[session] = me
             try:
                 self._loop.quiesce(session)
-                if core.trees.get(session) is not tree:
+                if core.trees.get(session) is not tree or session in core.closing:
                     raise SessionError(f"session '{session}' was closed meanwhile")
                 yield tree
             finally:
