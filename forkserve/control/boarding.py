@@ -80,10 +80,12 @@ class Boarding:
             care(core)
         flight.batch.copies[:0] = [copy for copies, _ in core.pending for copy in copies]
         flight.copies = len(core.pending)
+        pages: list[int] = []
         for entry in flight.entries:
             if entry.held is not None:
-                flight.pinned += _pages(entry.held.write, core.pool.page_size)
-        core.pool.pin(flight.pinned)
+                pages += _pages(entry.held.write, core.pool.page_size)
+        core.pool.pin(pages)
+        flight.pinned = pages
         if getattr(core.backend, "debug", False):
             begun = [h.segment for e in flight.entries for h in e.reservations() if h.created]
             flight.batch.standing = standing_rows(core.pool, core.trees.values(), begun)

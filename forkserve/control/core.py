@@ -197,7 +197,11 @@ class Core:
             task.generation_handle = handle or task.generation_handle
             task.probe = probe or task.probe
             task.held, task.wake_ms = task.parked, 0.0
-            self.requeue(task)
+            try:
+                self.requeue(task)
+            except BaseException as error:  # nobody would ever run it
+                self.finish(task, error)
+                raise
             self.changed.notify_all()
         return task
 
@@ -326,7 +330,7 @@ class Core:
         """
         if now_ms < self.due_ms:
             return 0
-        expired, self.due_ms = 0, inf
+        expired, due_ms = 0, inf
         for tree in self.trees.values():
             for node in sorted(tree, key=lambda n: -n.id):  # a child's id is above its parent's
                 due = node.ttl_deadline_ms
@@ -338,7 +342,8 @@ class Core:
                         node.ttl_deadline_ms = None
                         expired += 1
                         continue
-                self.due_ms = min(self.due_ms, max(due, now_ms + 1.0))
+                due_ms = min(due_ms, max(due, now_ms + 1.0))
+        self.due_ms = due_ms
         self.count.expired_nodes += expired
         return expired
 

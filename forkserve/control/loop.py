@@ -20,7 +20,7 @@ from forkserve.control.core import Core
 from forkserve.control.flight import Flight, Ran
 from forkserve.control.landing import Landing
 from forkserve.control.spine_care import care
-from forkserve.errors import BackendError
+from forkserve.errors import BackendError, ForkServeError
 from forkserve.threads import started
 
 __all__ = ["Loop"]
@@ -72,6 +72,10 @@ class Loop:
                 self._driving = True
             try:
                 ran = self.tick(wake=True)
+            except ForkServeError:
+                raise
+            except Exception as error:
+                raise BackendError(f"a step of the engine failed: {error!r}") from error
             finally:
                 with core.lock:
                     self._driving = False
@@ -146,11 +150,8 @@ class Loop:
         try:
             while True:
                 with core.lock:
-                    while not self._stop and (
-                        core.waiting or (not self._runnable() and not care(core))
-                    ):
+                    while not self._stop and (core.waiting or not self._anything()):
                         core.changed.wait(self._patience())
-                        core.expire(core.clock.now_ms())
                     if self._stop:
                         break
                 ran = self.tick(wake=wake)
@@ -167,8 +168,14 @@ class Loop:
                 finally:
                     core.changed.notify_all()
 
-    def _runnable(self) -> bool:
-        return bool(self.core.pending) or len(self.core.scheduler) > 0
+    def _anything(self) -> bool:
+        """Something is to run; if nothing else, a spine to put in order."""
+        core = self.core
+        try:
+            core.expire(core.clock.now_ms())
+            return bool(core.pending) or len(core.scheduler) > 0 or care(core)
+        except MemoryError:  # an idle loop can wait until there is some
+            return False
 
     def _patience(self) -> float | None:
         """Seconds an idle loop may sleep: for ever unless a timer is armed."""
@@ -212,6 +219,9 @@ class Loop:
                 core.flying, core.landed_s = False, time.monotonic()
                 if running and isinstance(error, Exception):
                     self._landing.failed(flight, error)
+                    return Ran()
+                if isinstance(error, MemoryError):
+                    self._landing.short(flight, error)
                     return Ran()
                 self._landing.crash(flight, error)
             raise
