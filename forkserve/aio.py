@@ -9,9 +9,10 @@ coroutine that awaits it, and ends with it.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
@@ -19,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from forkserve.control.generation import Generation
 from forkserve.errors import BackendError
+from forkserve.threads import no_thread, started
 
 if TYPE_CHECKING:
     from forkserve.api import Engine
@@ -38,7 +40,21 @@ async def in_thread(work: Callable[[], T], undo: Callable[[T], None] | None = No
     A verb cannot be stopped half-way.  When the caller is cancelled the work still ends before the
     cancellation goes on; `undo` then takes its result back.
     """
-    future = asyncio.get_running_loop().run_in_executor(_pool(), work)
+    job: Future[T] = Future()
+
+    def run() -> None:
+        if job.set_running_or_notify_cancel():
+            try:
+                job.set_result(work())
+            except BaseException as error:
+                job.set_exception(error)
+
+    try:
+        _pool().submit(run)
+    except RuntimeError as error:  # no thread more; one that is there may have begun with it
+        if job.cancel():
+            raise no_thread("forkserve-verb", error) from error
+    future = asyncio.wrap_future(job)
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -116,9 +132,7 @@ class _Pump:
                 return
             with self._changed:
                 if not self._running:
-                    threading.Thread(
-                        target=self._serve, args=(run_until,), name="forkserve-async", daemon=True
-                    ).start()
+                    started(partial(self._serve, run_until), "forkserve-async")
                     self._running = True
                 self._changed.notify()
             await wait.future
@@ -159,3 +173,14 @@ class _Pump:
 
 _pumps: WeakKeyDictionary[Engine, _Pump] = WeakKeyDictionary()
 _pumps_lock = threading.Lock()
+
+
+def _forked() -> None:
+    """In the child of a fork: the threads stayed in the parent, a lock may be held for ever."""
+    global _pumps, _pumps_lock
+    _pumps, _pumps_lock = WeakKeyDictionary(), threading.Lock()
+    _pool.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

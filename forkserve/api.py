@@ -26,6 +26,7 @@ from forkserve.errors import ConfigError, NodeError
 from forkserve.handle import SessionHandle
 from forkserve.opening import Opening
 from forkserve.types import JoinPolicy, NodeMode, Tokens
+from forkserve.values import flag, listed, number, string
 
 if TYPE_CHECKING:
     from forkserve.engine.protocol import Backend
@@ -111,6 +112,8 @@ class Engine(Opening):
         """
         # Flat, for its first call after a pass: whatever it touches then comes from far memory.
         core, ids = self._core, _NOTHING if tokens is _NOTHING else self._guard.ids(tokens)
+        if branch.__class__ is not str:
+            string("branch", branch)
         with core.lock:
             try:
                 tree = core.trees[session]
@@ -137,6 +140,7 @@ class Engine(Opening):
         """
         ids = self._guard.ids(tokens)
         with self._core.lock:
+            self._loop.check()  # what changes after a shutdown is written by nobody
             tree = self._core.tree(session)
             target = tree.get(node)
             self._guard.fits(target.length + len(ids), "sequence")
@@ -157,6 +161,7 @@ class Engine(Opening):
         other attempts live on.  A commit on its parent that observes its text adopts it.
         """
         with self._core.lock:
+            self._loop.check()
             tree = self._core.tree(session)
             lines.attempt(self._core, tree, tree.get(node))
         self._saved(session, now=True)
@@ -183,11 +188,12 @@ class Engine(Opening):
         ancestors that are left without a child.  Aborting a dead node does nothing.
         """
         core = self._core
+        late = self.config.lazy_abort if lazy is None else flag("lazy", lazy)
+        cascade = flag("cascade", cascade)
         with core.lock:
             tree = core.tree(session)
             if tree.is_dead(node):
                 return 0
-            late = self.config.lazy_abort if lazy is None else lazy
             target = tree.get(node)
             kept = target.mode is not NodeMode.SPEC
             freed = lines.abort(core, tree, target, lazy=late, cascade=cascade)
@@ -207,6 +213,7 @@ class Engine(Opening):
         brings the rows back by prefill.
         """
         core = self._core
+        tool_s = number("tool_s", tool_s)
         with core.lock:
             tree = core.tree(session)
             target = tree.get(node)
@@ -244,7 +251,10 @@ class Engine(Opening):
         committed work of the passes to come, and the other speculative children are aborted.  If
         no child fits, a new node is made, and `branch` is its name: no branch need have it before.
         """
+        full = flag("full", full)
         observed = self._guard.ids(tokens, begins=full)
+        if branch is not None:
+            string("branch", branch)
         self._touched(session, node)
         with self._guard.settled(session) as tree:
             target = tree.get(node)
@@ -283,10 +293,11 @@ class Engine(Opening):
 
         It hangs under the common parent (or `parent`), which must be the tip of its line.
         """
-        text = self._guard.ids(scaffold)
+        opening = self._guard.ids(scaffold)
         blended = self._guard.ids(blend) if blend is not None else None
+        inputs = listed("children", children)
         with self._guard.settled(session) as tree:
-            plan = plan_join(tree, children, policy, text, blended, k, parent)
+            plan = plan_join(tree, inputs, policy, opening, blended, k, parent)
             self._guard.idle(tree, plan.parent)
             lines.require_tip(tree, plan.parent, "join at")
             self._guard.fits(plan.parent.length + len(plan.tokens), "join")

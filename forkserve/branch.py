@@ -13,12 +13,14 @@ from forkserve.reply import Speaker
 from forkserve.tree.node import Node
 from forkserve.tree.tree import committed as on_a_line
 from forkserve.types import NodeMode, SamplingParams, Tokens
-from forkserve.values import whole
+from forkserve.values import flag, string, whole
 
 if TYPE_CHECKING:
     from forkserve.session import Session
 
 __all__ = ["Branch"]
+
+_ATTEMPTS = 65_536  # of one call
 
 
 class Branch(Speaker):
@@ -133,7 +135,7 @@ class Branch(Speaker):
         Costs the same however long the path is.  name: for commits, `Session.tip` and people;
         by default b1, b2, ... within the session.
         """
-        name = name or f"b{next(self.session._names)}"
+        name = string("name", name) or f"b{next(self.session._names)}"
         tip = self._last()
         return Branch(self.session, self.engine.fork(self.session.id, tip.id, name, text))
 
@@ -147,8 +149,9 @@ class Branch(Speaker):
 
         Raises ConfigError (n), NodeError (dead, ends in a guess), SessionError (closed).
         """
-        if whole("n", n) < 1:
-            raise ConfigError(f"n={n} attempts; ask for at least 1")
+        if not 1 <= whole("n", n) <= _ATTEMPTS:
+            raise ConfigError(f"n={n} attempts; ask for 1 to {_ATTEMPTS}")
+        string("name", name)
         ways = [self.fork(f"{name}{i}" if name else "", text) for i in range(1, n + 1)]
         try:
             return [way.attempt() for way in ways]
@@ -221,16 +224,16 @@ class Branch(Speaker):
         nothing observed), SessionError (closed, in use, generating), ConfigError, ContextOverflow.
         """
         last = base = self._last()
-        if full and observed is None:
+        if flag("full", full) and observed is None:
             raise ConfigError("full=True needs the whole sequence")
         if full or (observed is not None and on_a_line(last)):
             while not on_a_line(base):
                 assert base.parent is not None, "the root is committed"
                 base = base.parent
-            tokens: str | Tokens = observed or ()
+            tokens: str | Tokens = () if observed is None else observed
         else:
             base, own = self._choice()
-            tokens = own + self.session._ids(observed or ())
+            tokens = own + self.session._ids(() if observed is None else observed)
         prefer = self.name if base is not last else None
         return self.engine.commit(self.session.id, base.id, tokens, full=full, branch=prefer)
 
@@ -264,6 +267,8 @@ class Branch(Speaker):
     # ---------------------------------------------------------------- helpers
 
     def _start(self, max_tokens: int, params: SamplingParams) -> Generation:
+        if self.engine._startable(max_tokens, params):  # else it would be an attempt for nothing
+            self.engine._guard.fits(self._last().length + 1, "sequence")
         self.attempt()
         return self.engine.start(self.session.id, max_tokens, node=self._last().id, params=params)
 

@@ -71,9 +71,9 @@ class ForkServeConfig(BaseModel):
     ngram_order: int = Field(3, ge=1, description="tokens of context of the residual predictor")
     ngram_tokens: int = Field(32, ge=0, description="tokens the residual predictor may guess")
     prior_width: int = Field(
-        2048, ge=1, description="counters per row of the branch prior's sketch"
+        2048, ge=1, le=1 << 32, description="counters per row of the branch prior's sketch"
     )
-    prior_depth: int = Field(4, ge=1, description="rows of the branch prior's sketch")
+    prior_depth: int = Field(4, ge=1, le=64, description="rows of the branch prior's sketch")
     prior_decay: float = Field(0.97, gt=0, le=1, description="factor on old counts per observation")
     idle_quantile: float = Field(
         0.25, gt=0, lt=1, description="quantile of tool times taken as T_idle"

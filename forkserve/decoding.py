@@ -18,7 +18,7 @@ from forkserve.inspection import Inspection
 from forkserve.tree.node import Node
 from forkserve.tree.tree import ContextTree
 from forkserve.types import GREEDY, NodeMode, SamplingParams, derive_seed
-from forkserve.values import whole
+from forkserve.values import listed, whole
 
 __all__ = ["Decoding"]
 
@@ -66,11 +66,10 @@ class Decoding(Inspection):
         With params.seed the i-th target draws from ``derive_seed(seed, i)``.
         """
         running: list[Generation] = []
-        if isinstance(targets, str):
-            raise ConfigError("generate_many takes a sequence of targets; write [session]")
+        places = [_place(target) for target in listed("targets", targets)]
+        _require_params(params)
         try:
-            for number, target in enumerate(targets):
-                session, node = (target, None) if isinstance(target, str) else target
+            for number, (session, node) in enumerate(places):
                 own = params
                 if params.seed is not None:
                     own = replace(params, seed=derive_seed(params.seed, number))
@@ -92,19 +91,8 @@ class Decoding(Inspection):
 
         Without a background loop it advances while somebody waits on the engine.
         """
-        max_tokens = whole("max_tokens", max_tokens)
-        if max_tokens < 0:
-            raise ConfigError(f"max_tokens={max_tokens} must be >= 0")
-        if not isinstance(params, SamplingParams):
-            raise ConfigError(f"params must be SamplingParams, not {type(params).__name__}")
-        core = self._core
-        vocab = self.backend.info.vocab_size
-        wrong = [i for i, _ in params.biases if not 0 <= i < vocab]
-        if wrong:
-            raise ConfigError(f"logit_bias names id {wrong[0]}; the vocabulary has {vocab} ids")
-        wrong = [i for i in params.stop_ids if not 0 <= i < vocab]
-        if wrong:
-            raise ConfigError(f"stop_ids names id {wrong[0]}; the vocabulary has {vocab} ids")
+        max_tokens = self._startable(max_tokens, params)
+        core, vocab = self._core, self.backend.info.vocab_size
         with core.lock:
             self._loop.check()
             tree = core.tree(session)
@@ -149,6 +137,22 @@ class Decoding(Inspection):
                 jump(core, core.ensure(tree, target, generation), core.clock.now_ms())
             return generation
 
+    def _startable(self, max_tokens: int, params: SamplingParams) -> int:
+        """What `start` checks before it looks at the session; returns `max_tokens`."""
+        max_tokens = whole("max_tokens", max_tokens)
+        if max_tokens < 0:
+            raise ConfigError(f"max_tokens={max_tokens} must be >= 0")
+        _require_params(params)
+        vocab = self.backend.info.vocab_size
+        for name, ids in (
+            ("logit_bias", [i for i, _ in params.biases]),
+            ("stop_ids", params.stop_ids),
+        ):
+            wrong = [i for i in ids if not 0 <= i < vocab]
+            if wrong:
+                raise ConfigError(f"{name} names id {wrong[0]}; the vocabulary has {vocab} ids")
+        return max_tokens
+
     def _follow(self, session: str, done: Callable[[], bool]) -> None:
         """Wait for a generation; what has ended is durable before its waiter goes on."""
         self._loop.run_until(done)
@@ -181,3 +185,21 @@ class Decoding(Inspection):
                 core.release(task)
         finally:
             core.lock.release()
+
+
+def _place(target: str | tuple[str, int]) -> tuple[str, int | None]:
+    """Session and node of a target of `generate_many`; ConfigError for what is none."""
+    if isinstance(target, str):
+        return target, None
+    try:
+        session, node = target
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"a target is a session id, or a pair (session, node), not {target!r}"
+        ) from None
+    return session, node
+
+
+def _require_params(params: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(f"params must be SamplingParams, not {type(params).__name__}")

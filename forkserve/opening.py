@@ -14,7 +14,7 @@ from forkserve.tiering import Tiering
 from forkserve.tree.spine import take_prefix
 from forkserve.tree.tree import ContextTree
 from forkserve.types import Tokens, derive_seed
-from forkserve.values import identifier, text, whole
+from forkserve.values import flag, identifier, string, text, whole
 from forkserve.warming import ready
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Opening(Tiering):
             if value is not None or argument == "tenant":
                 text(argument, value)
         seed = None if seed is None else whole("seed", seed)
+        prefill = flag("prefill", prefill)
         self._guard.fits(len(ids), "prompt")
         with core.lock:
             self._loop.check()
@@ -135,9 +136,14 @@ class Opening(Tiering):
 
     def close(self, session: str) -> None:
         """End a session and give back its pages.  Idempotent; published pages stay cached."""
+        string("session", session)
         journal = self._journal  # a shutdown may take it away meanwhile
         if journal is not None:
-            journal.sync(session, begun=True)  # a generation that nobody has waited for
+            with self._core.lock:
+                tree = self._core.trees.get(session)
+                if tree is not None:  # what a verb has promised is in the tree now, or never
+                    self._core.begin_close(tree)
+            journal.sync(session, begun=True)
         self._end(session, None)
 
     def _end(self, session: str, only: ContextTree | None) -> None:
@@ -157,8 +163,11 @@ class Opening(Tiering):
     def shutdown(self) -> None:
         """Stop the loop, close every session and the backend.  Idempotent.
 
-        In a store the sessions stay open: `resume` brings them back.
+        In a store the sessions stay open: `resume` brings them back.  In the child of a fork this
+        does nothing: the engine is its parent's.
         """
+        if not self._loop.ours:
+            return
         self._closing()
         self._loop.shutdown()
         journal = self._journal  # another thread may shut down as well

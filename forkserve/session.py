@@ -46,7 +46,7 @@ from forkserve.reply import (
 from forkserve.tree.node import Node
 from forkserve.tree.tree import ContextTree
 from forkserve.types import JoinPolicy, SamplingParams, Tokens, derive_seed
-from forkserve.values import require_names
+from forkserve.values import listed, require_names
 
 if TYPE_CHECKING:
     from forkserve.api import Engine
@@ -229,6 +229,7 @@ class Session(Speaker):
         policy: all, concat, kofn, summary, first or winner; `Engine.join` says what each does with
         `blend` and `k`.  Branches that a policy drops are dead afterwards, the others stay.
         """
+        branches = listed("branches", branches)
         nodes = [self._own(branch) for branch in branches]
         parents = {node.parent for node in nodes}
         trunk = parents.pop() if len(parents) == 1 else None
@@ -299,6 +300,7 @@ class Session(Speaker):
     def _start_many(
         self, branches: Sequence[Branch], max_tokens: int, params: SamplingParams
     ) -> list[Generation]:
+        branches = listed("branches", branches)
         for branch in branches:
             self._own(branch)
         running: list[Generation] = []
@@ -316,6 +318,8 @@ class Session(Speaker):
 
     def _own(self, branch: Branch) -> Node:
         """The node of a branch of this session."""
+        if not isinstance(branch, Branch):
+            raise ConfigError(f"{branch!r} is no Branch; fork or attempts give some")
         if branch.session is not self:
             raise NodeError(f"{branch!r} belongs to another session than '{self.id}'")
         return branch._first()

@@ -15,7 +15,7 @@ from forkserve.errors import AdmissionRefused, ConfigError, NodeError
 from forkserve.tree.node import Node
 from forkserve.tree.tree import committed
 from forkserve.types import JobClass, Tokens
-from forkserve.values import number, text
+from forkserve.values import flag, listed, mapping, number, text
 
 __all__ = ["Speculating"]
 
@@ -46,6 +46,10 @@ class Speculating(Decoding):
         strict: raise AdmissionRefused when nothing was admitted, instead of only saying so.
         """
         ids = self._guard.ids(guess)
+        strict = flag("strict", strict)
+        stable = flag("schema_stable", schema_stable)
+        if tool is not None:
+            text("tool", tool)
         with self._core.lock:
             tree = self._core.tree(session)
             target = tree.get(node)
@@ -56,7 +60,7 @@ class Speculating(Decoding):
             self._guard.fits(target.length + len(ids), "guess")
             if target.parent is not None:
                 self._expected(tree, target.parent)
-            request = Request(target, priority, ids, q, schema_stable)
+            request = Request(target, priority, ids, q, stable)
             pause = learned.pause_ms(tool) if t_idle_ms is None else t_idle_ms
             got = speculate(self._core, tree, [request], pause)[node]
         if strict and not got:
@@ -79,11 +83,12 @@ class Speculating(Decoding):
         nodes: {node: priority}; a plain sequence takes the priorities from how often branches of
         these names were committed in this session, uniform at first.
         """
+        asked = listed("nodes", nodes)
         with self._core.lock:
             tree = self._core.tree(session)
-            targets = [tree.get(node) for node in nodes]
-            if len(set(nodes)) != len(targets):
-                raise ConfigError(f"speculate_set got a node twice: {list(nodes)}")
+            targets = [tree.get(node) for node in asked]
+            if len(set(targets)) != len(targets):
+                raise ConfigError(f"speculate_set got a node twice: {asked}")
             if isinstance(nodes, Mapping):
                 weights = [number("priority", p, 0, 1) for p in nodes.values()]
             else:
@@ -115,6 +120,7 @@ class Speculating(Decoding):
         """
         ids = self._guard.ids(output) if output is not None else None
         text("tool", tool)
+        schema_stable = flag("schema_stable", schema_stable)
         if ms is not None:
             ms = number("ms", ms, 0, UNBOUNDED_MS)
         with self._core.lock:
@@ -140,7 +146,7 @@ class Speculating(Decoding):
         Raises ConfigError (no text, an empty one, two that are equal), ContextOverflow, NodeError,
         SessionError.
         """
-        ids = {name: self._guard.ids(text) for name, text in texts.items()}
+        ids = {name: self._guard.ids(text) for name, text in mapping("texts", texts).items()}
         places = forks(ids)
         task, probe = self._ask(session, node, places)
         if task is not None:
@@ -154,6 +160,8 @@ class Speculating(Decoding):
     ) -> tuple[Task | None, Probe]:
         """Queue a probe of these texts at a node, after the one that another thread has there."""
         core = self._core
+        with core.lock:
+            core.tree(session).get(node)
         while True:
             self._loop.run_until(lambda: not core.probing(session, node))
             with core.lock:
@@ -187,12 +195,14 @@ class Speculating(Decoding):
         `choice_mass` over the wrappers.  The top config.grammar_top_m get a branch each, the rest
         share "other" with the generic wrapper.
         """
+        mapping("wrappers", wrappers)
         if masses is None:
             masses = self.choice_mass(session, parent, wrappers)
         texts = {name: self._guard.ids(wrapper) for name, wrapper in wrappers.items()}
         rest = self._guard.ids(generic)
         core = self._core
         number("t_idle_ms", t_idle_ms)
+        mapping("masses", masses)
         branches = grammar_branches(masses, texts, rest, self.config.grammar_top_m)
         with core.lock:
             tree = core.tree(session)

@@ -148,6 +148,7 @@ class SamplingParams:
         ids = self.stop_ids if isinstance(self.stop_ids, tuple) else (None,)
         for name, ok in (
             ("stop_ids", all(isinstance(i, Integral) for i in ids)),
+            *((n, isinstance(getattr(self, n), _FLAG)) for n in ("ignore_eos", "logprobs")),
             *((n, isinstance(getattr(self, n), Integral)) for n in ("top_k", "top_logprobs")),
             *(
                 (n, getattr(self, n) is None or isinstance(getattr(self, n), Integral))
@@ -195,6 +196,7 @@ _REALS = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 _TOP_LOGPROBS = 20
+_FLAG = (bool, np.bool_)
 
 
 def _pairs(bias: object) -> tuple[tuple[int, float], ...]:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import index
 from sys import float_info
 from typing import Any
+
+import numpy as np
 
 from forkserve.errors import ConfigError
 
 __all__ = [
     "counted",
+    "flag",
     "identifier",
+    "listed",
+    "mapping",
     "nearest",
     "number",
     "positive",
     "require_names",
+    "string",
     "text",
     "utf8",
     "whole",
@@ -38,10 +44,38 @@ def whole(name: str, value: Any) -> int:
         raise ConfigError(f"{name}={value!r} must be an integer") from None
 
 
+def flag(name: str, value: Any) -> bool:
+    """True or False (numpy's too), and nothing that is merely true.  Raises ConfigError."""
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigError(f"{name}={value!r} must be True or False")
+    return bool(value)
+
+
+def listed(name: str, value: Any) -> list[Any]:
+    """What a sequence holds, in order; text is none.  Raises ConfigError."""
+    if isinstance(value, str | bytes | bytearray | memoryview):
+        raise ConfigError(f"{name}={value!r} must be a sequence; write [{value!r}]")
+    try:
+        return list(value)
+    except TypeError:
+        raise ConfigError(f"{name}={value!r} must be a sequence, not a {_kind(value)}") from None
+
+
+def mapping(name: str, value: Any) -> Mapping[Any, Any]:
+    """A mapping.  Raises ConfigError."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r} must be a mapping, not a {_kind(value)}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
 def number(name: str, value: Any, low: float = 0.0, high: float = float("inf")) -> float:
     """A float in [low, high], never NaN.  Raises ConfigError."""
     try:
-        found = float(value) if not isinstance(value, str | bytes) else float("nan")
+        found = float(value) if not isinstance(value, str | bytes | bytearray) else float("nan")
     except (TypeError, ValueError, OverflowError):
         found = float("nan")
     if not low <= found <= high:
@@ -59,10 +93,16 @@ def positive(name: str, value: Any, kind: type[int] | type[float]) -> None:
         raise ConfigError(f"{name}={value!r} must be a positive {kind.__name__}, or left out")
 
 
-def text(name: str, value: Any) -> str:
-    """A string that UTF-8 can hold: no half of a surrogate pair.  Raises ConfigError."""
+def string(name: str, value: object) -> str:
+    """A string, whatever it holds.  Raises ConfigError."""
     if not isinstance(value, str):
-        raise ConfigError(f"{name}={value!r} must be a string, not {type(value).__name__}")
+        raise ConfigError(f"{name}={value!r} must be a string, not {_kind(value)}")
+    return str(value)
+
+
+def text(name: str, value: object) -> str:
+    """A string that UTF-8 can hold: no half of a surrogate pair.  Raises ConfigError."""
+    value = string(name, value)
     if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
         raise ConfigError(f"{name}={value!r} holds half of a surrogate pair: it is no text")
     return value

@@ -45,6 +45,12 @@ def _ahead_first(items: Sequence[tuple[Job, int]]) -> list[tuple[Task, int]]:
     return tasks
 
 
+def _row_order(entry: Entry) -> tuple[bool, int]:
+    """Generations first, by age: turns change from tick to tick, and a plan of attention grows only
+    while its works keep their places."""
+    return entry.task.kind is not JobClass.DECODE, entry.task.serial
+
+
 class Boarding:
     """Fills flights from a core's queues.  The caller holds the lock."""
 
@@ -78,12 +84,16 @@ class Boarding:
             self._rescue(flight)
         if not flight.entries:
             care(core)
+        flight.entries.sort(key=_row_order)
+        flight.batch.works = [entry.work for entry in flight.entries]
         flight.batch.copies[:0] = [copy for copies, _ in core.pending for copy in copies]
         flight.copies = len(core.pending)
+        pages: list[int] = []
         for entry in flight.entries:
             if entry.held is not None:
-                flight.pinned += _pages(entry.held.write, core.pool.page_size)
-        core.pool.pin(flight.pinned)
+                pages += _pages(entry.held.write, core.pool.page_size)
+        core.pool.pin(pages)
+        flight.pinned = pages
         if getattr(core.backend, "debug", False):
             begun = [h.segment for e in flight.entries for h in e.reservations() if h.created]
             flight.batch.standing = standing_rows(core.pool, core.trees.values(), begun)
@@ -151,7 +161,6 @@ class Boarding:
         if held is not None and held.copies:
             flight.batch.copies.extend(held.copies)
             core.count.copied_rows += sum(copy.rows for copy in held.copies)
-        flight.batch.works.append(work)
         flight.owners.add(owner)
         flight.owners.update([below.node for below in more])
         flight.entries.append(Entry(task, owner, end - begin, held, work, more=more))
@@ -225,7 +234,6 @@ class Boarding:
                 return
             context = spans(tree, target, begin)
             work = Work(task.session, target.id, run, begin, context, None, logits=True)
-            flight.batch.works.append(work)
             flight.entries.append(Entry(task, target, len(run), None, work, number))
             probe.saved = max(probe.saved - len(run), 0)
 

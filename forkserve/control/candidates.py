@@ -10,9 +10,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
+from sys import float_info
 
 from forkserve.errors import ConfigError
 from forkserve.types import Tokens
+from forkserve.values import number, string
 
 __all__ = ["OTHER", "Candidate", "GrammarBranch", "NGramResidual", "grammar_branches"]
 
@@ -91,9 +93,10 @@ def grammar_branches(
     """
     if top_m < 0:
         raise ConfigError(f"top_m={top_m} is negative")
-    bad = {name: mass for name, mass in masses.items() if not (isfinite(mass) and mass >= 0)}
-    if bad:
-        raise ConfigError(f"grammar masses must be finite and not negative: {bad}")
+    masses = {
+        string("the name of a tool", name): number(f"the mass of '{name}'", mass, 0, float_info.max)
+        for name, mass in masses.items()
+    }
     total = sum(masses.values())
     if not isfinite(total) or total <= 0:
         raise ConfigError(f"the masses of {len(masses)} tools sum to {total}; nothing to rank")

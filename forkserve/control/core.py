@@ -58,6 +58,7 @@ class Core:
         )
         self.index = PrefixIndex(self.pool)
         self.trees: dict[str, ContextTree] = {}
+        self.closing: set[str] = set()  # sessions that only a store still looks at
         self.experience: dict[str, Experience] = {}
         self.meter = FairMeter(self.config)
         self.scheduler = Scheduler(self.config, self.meter)
@@ -105,8 +106,8 @@ class Core:
 
     def tree(self, session: str) -> ContextTree:
         """The tree of an open session, or a SessionError."""
-        tree = self.trees.get(session)
-        if tree is None:
+        tree = self.trees.get(session) if isinstance(session, str) else None
+        if tree is None or session in self.closing:
             raise SessionError(f"no open session '{session}': it was never opened, or was closed")
         return tree
 
@@ -196,7 +197,11 @@ class Core:
             task.generation_handle = handle or task.generation_handle
             task.probe = probe or task.probe
             task.held, task.wake_ms = task.parked, 0.0
-            self.requeue(task)
+            try:
+                self.requeue(task)
+            except BaseException as error:  # nobody would ever run it
+                self.finish(task, error)
+                raise
             self.changed.notify_all()
         return task
 
@@ -325,7 +330,7 @@ class Core:
         """
         if now_ms < self.due_ms:
             return 0
-        expired, self.due_ms = 0, inf
+        expired, due_ms = 0, inf
         for tree in self.trees.values():
             for node in sorted(tree, key=lambda n: -n.id):  # a child's id is above its parent's
                 due = node.ttl_deadline_ms
@@ -337,7 +342,8 @@ class Core:
                         node.ttl_deadline_ms = None
                         expired += 1
                         continue
-                self.due_ms = min(self.due_ms, max(due, now_ms + 1.0))
+                due_ms = min(due_ms, max(due, now_ms + 1.0))
+        self.due_ms = due_ms
         self.count.expired_nodes += expired
         return expired
 
@@ -385,12 +391,17 @@ class Core:
             tbt_misses=count.tbt_misses,
         )
 
-    def close_tree(self, tree: ContextTree) -> None:
-        """Release everything a session holds; who still waits on it gets a SessionError."""
+    def begin_close(self, tree: ContextTree) -> None:
+        """From here on a session stays as it is; who waits on it gets a SessionError."""
+        self.closing.add(tree.session)
         for node in list(tree):
             task = self.tasks.get((tree.session, node.id))
             if task is not None:
                 self.finish(task, SessionError(f"session '{tree.session}' was closed meanwhile"))
+
+    def close_tree(self, tree: ContextTree) -> None:
+        """Release everything a session holds."""
+        self.begin_close(tree)
         for node in [*tree, *tree.dead]:
             release(tree, node)
             node.mode = NodeMode.DEAD
@@ -399,6 +410,7 @@ class Core:
         self.journal.closed(tree.session)
         self.drop_copies()
         del self.trees[tree.session], self.experience[tree.session]
+        self.closing.discard(tree.session)
         self.planner.ledger.release_session(tree.session)
         if not any(other.tenant == tree.tenant for other in self.trees.values()):
             self.meter.close(tree.tenant)

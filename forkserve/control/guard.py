@@ -19,6 +19,9 @@ from forkserve.values import whole
 
 __all__ = ["Guard"]
 
+# Integers come out of these too: bytes of a text, or ids in no order.
+_NO_IDS = (bytes, bytearray, memoryview, dict, set, frozenset)
+
 
 class Guard:
     """Argument and concurrency checks over a core."""
@@ -37,6 +40,10 @@ class Guard:
         if isinstance(tokens, str):
             tokenizer = backend.tokenizer
             return opening_ids(tokenizer, tokens) if begins else tokenizer.encode(tokens)
+        if isinstance(tokens, _NO_IDS):
+            raise ConfigError(
+                f"tokens must be text or integers in order, not a {type(tokens).__name__}"
+            )
         size = backend.info.vocab_size
         try:
             ids = list(map(index, tokens))
@@ -80,7 +87,7 @@ class Guard:
             self._users[session] = me
             try:
                 self._loop.quiesce(session)
-                if core.trees.get(session) is not tree:
+                if core.trees.get(session) is not tree or session in core.closing:
                     raise SessionError(f"session '{session}' was closed meanwhile")
                 yield tree
             finally:

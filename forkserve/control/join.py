@@ -30,6 +30,7 @@ from forkserve.errors import ConfigError, NodeError
 from forkserve.tree.node import Node
 from forkserve.tree.tree import ContextTree
 from forkserve.types import JoinPolicy, Tokens
+from forkserve.values import whole
 
 __all__ = ["JoinPlan", "JoinResult", "plan_join"]
 
@@ -80,9 +81,9 @@ def plan_join(
         raise ConfigError(f"unknown join policy {policy!r}; use one of {names}") from None
     if not children:
         raise ConfigError("join needs at least one child")
-    if len(set(children)) != len(children):
-        raise ConfigError(f"join got a child twice: {list(children)}")
     inputs = [tree.get(child) for child in children]
+    if len(set(inputs)) != len(inputs):
+        raise ConfigError(f"join got a child twice: {list(children)}")
     trunk = tree.get(parent) if parent is not None else _common_parent(inputs)
     residuals = [_residual(tree, trunk, node) for node in inputs]
     winners = inputs
@@ -117,6 +118,7 @@ def _split(policy: JoinPolicy, inputs: list[Node], k: int | None) -> tuple[list[
         return inputs[:1], inputs[1:]
     if k is None:
         raise ConfigError(f"join policy '{policy.value}' needs k")
+    k = whole("k", k)
     if policy is JoinPolicy.KOFN:
         if not 1 <= k <= len(inputs):
             raise ConfigError(f"k={k} of {len(inputs)} inputs")

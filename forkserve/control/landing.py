@@ -17,6 +17,7 @@ from forkserve.types import BatchResult, JobClass, NodeMode, WorkResult
 __all__ = ["Landing"]
 
 _log = logging.getLogger(__name__)
+_TRIES = 3  # ticks without memory, after which their works end
 
 
 class Landing:
@@ -24,6 +25,7 @@ class Landing:
 
     def __init__(self, core: Core) -> None:
         self.core = core
+        self._short = 0  # ticks without memory, one after the other
 
     def land(self, flight: Flight, result: BatchResult) -> Ran:
         """Rows are valid, samples are taken, tasks move on."""
@@ -40,6 +42,7 @@ class Landing:
         if core.window:
             slide(core, dict.fromkeys(entry.task.tree for entry in flight.entries))
         core.scheduler.recovery.went_well()
+        self._short = 0
         self._note_miss(flight, result.elapsed_ms, now)
         core.speculated += ran.speculative
         core.changed.notify_all()
@@ -135,6 +138,25 @@ class Landing:
         else:
             return self.crash(flight, error)
         core.count.failed_passes += 1
+
+    def short(self, flight: Flight, error: MemoryError) -> None:
+        """No memory to put a batch together or to take its results: the tick is tried again.
+
+        What has landed stays so, and the rest runs again.  If that goes on, the works end with the
+        error, all of them where none was aboard yet.
+        """
+        core = self.core
+        self._short += 1
+        _log.warning("no memory for the engine's own tables: %r", error)
+        if self._short < _TRIES:
+            self._undo(flight)
+            core.count.failed_passes += 1
+            return
+        self._short = 0
+        waiting = [] if flight.entries else list(core.tasks.values())
+        self.crash(flight, error)
+        for task in waiting:
+            core.finish(task, _wrapped(error))
 
     def crash(self, flight: Flight, error: BaseException) -> None:
         """Nothing of the pass counts, and its tasks end with the error."""

@@ -20,7 +20,8 @@ from forkserve.control.core import Core
 from forkserve.control.flight import Flight, Ran
 from forkserve.control.landing import Landing
 from forkserve.control.spine_care import care
-from forkserve.errors import BackendError
+from forkserve.errors import BackendError, ForkServeError
+from forkserve.threads import started
 
 __all__ = ["Loop"]
 
@@ -31,7 +32,8 @@ _running: weakref.WeakSet[Loop] = weakref.WeakSet()
 def _stop_loops() -> None:
     """A thread inside a forward pass must not outlive the interpreter."""
     for loop in list(_running):
-        loop.shutdown()
+        if loop.ours:  # in a forked process nobody lets go of a lock that was held then
+            loop.shutdown()
 
 
 _POLL_S = 0.05  # how often an idle background loop looks at timers
@@ -50,9 +52,8 @@ class Loop:
         self._broken: BaseException | None = None
         self._thread: threading.Thread | None = None
         if background:
+            self._thread = started(self._serve, "forkserve-loop")
             _running.add(self)
-            self._thread = threading.Thread(target=self._serve, name="forkserve-loop", daemon=True)
-            self._thread.start()
 
     # ---------------------------------------------------------------- waiting
 
@@ -71,6 +72,10 @@ class Loop:
                 self._driving = True
             try:
                 ran = self.tick(wake=True)
+            except ForkServeError:
+                raise
+            except Exception as error:
+                raise BackendError(f"a step of the engine failed: {error!r}") from error
             finally:
                 with core.lock:
                     self._driving = False
@@ -109,10 +114,15 @@ class Loop:
             raise BackendError("the engine loop has failed; open a new engine") from self._broken
         if self._stop:
             raise BackendError("the engine is shut down")
-        if self._pid != os.getpid():
+        if not self.ours:
             raise BackendError(
                 f"this engine belongs to process {self._pid}; open one of your own after a fork"
             )
+
+    @property
+    def ours(self) -> bool:
+        """False in the child of a fork: neither threads nor locks are of any use there."""
+        return self._pid == os.getpid()
 
     @property
     def stopped(self) -> bool:
@@ -129,6 +139,8 @@ class Loop:
 
     def retire(self) -> None:
         """Let the thread end by itself: its engine was dropped without a shutdown."""
+        if not self.ours:
+            return
         with self.core.lock:
             self._stop = True
             self.core.changed.notify_all()
@@ -138,11 +150,8 @@ class Loop:
         try:
             while True:
                 with core.lock:
-                    while not self._stop and (
-                        core.waiting or (not self._runnable() and not care(core))
-                    ):
+                    while not self._stop and (core.waiting or not self._anything()):
                         core.changed.wait(self._patience())
-                        core.expire(core.clock.now_ms())
                     if self._stop:
                         break
                 ran = self.tick(wake=wake)
@@ -159,8 +168,14 @@ class Loop:
                 finally:
                     core.changed.notify_all()
 
-    def _runnable(self) -> bool:
-        return bool(self.core.pending) or len(self.core.scheduler) > 0
+    def _anything(self) -> bool:
+        """Something is to run; if nothing else, a spine to put in order."""
+        core = self.core
+        try:
+            core.expire(core.clock.now_ms())
+            return bool(core.pending) or len(core.scheduler) > 0 or care(core)
+        except MemoryError:  # an idle loop can wait until there is some
+            return False
 
     def _patience(self) -> float | None:
         """Seconds an idle loop may sleep: for ever unless a timer is armed."""
@@ -204,6 +219,9 @@ class Loop:
                 core.flying, core.landed_s = False, time.monotonic()
                 if running and isinstance(error, Exception):
                     self._landing.failed(flight, error)
+                    return Ran()
+                if isinstance(error, MemoryError):
+                    self._landing.short(flight, error)
                     return Ran()
                 self._landing.crash(flight, error)
             raise

@@ -51,6 +51,7 @@ def speculate(
 
     A planner that fails refuses everything: speculation is optional, and nobody waits for it.
     """
+    t_idle_ms = number("t_idle_ms", t_idle_ms)
     candidates = [_candidate(core, tree, request, t_idle_ms) for request in requests]
     guesses = {request.node.id: request.guess for request in requests}
     core.count.speculates += len(requests)
@@ -99,9 +100,6 @@ def _candidate(core: Core, tree: ContextTree, request: Request, t_idle_ms: float
         raise NodeError(
             f"node {node.id} is {node.mode.value}: only a speculative fork is speculated"
         )
-    number("priority", request.priority, 0, 1)
-    number("q", request.q, 0, 1)
-    number("t_idle_ms", t_idle_ms)
     if request.guess and node.known != node.length:
         raise NodeError(f"node {node.id} ends in a guess already")
     parts = missing(node, node.length)
@@ -116,8 +114,8 @@ def _candidate(core: Core, tree: ContextTree, request: Request, t_idle_ms: float
         tenant=tree.tenant,
         known=max(node.known - begin, 0),
         guess=node.length - max(node.known, begin) + len(request.guess),
-        p=request.priority,
-        q=request.q,
+        p=number("priority", request.priority, 0, 1),
+        q=number("q", request.q, 0, 1),
         schema_stable=request.schema_stable,
         t_idle_ms=t_idle_ms,
         context=begin,

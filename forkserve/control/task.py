@@ -42,8 +42,14 @@ class Task(Job):
     done: bool = False
 
     def end(self) -> int:
-        """Position its rows must reach."""
+        """Position its rows must reach.
+
+        A probe has its answer before the rows behind its place are computed: a window that moves on
+        with them would take away what it reads.
+        """
         length = self.target.length
+        if self.probe is not None and self.probing:
+            length = min(length, self.probe.at)
         return length if self.upto is None else min(self.upto, length)
 
     def outstanding(self) -> int:

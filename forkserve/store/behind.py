@@ -17,12 +17,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from forkserve.errors import StoreError
+from forkserve.errors import BackendError, StoreError
 from forkserve.store import faults, owner
 from forkserve.store.catalog import CLAIM_S
 from forkserve.store.chunks import ChunkFault
 from forkserve.store.pace import Pace, breathe
 from forkserve.store.vault import Vault
+from forkserve.threads import started
 
 __all__ = ["FIRST_S", "LONGEST_S", "Sent", "WriteBehind"]
 
@@ -77,10 +78,8 @@ class WriteBehind:
         """Begin to send; also what an earlier process has left."""
         with self._starting:  # publishing threads call this, and whoever drains
             if self._thread is None and not self._stop:
-                self._thread = threading.Thread(
-                    target=self._serve, name="forkserve-behind", daemon=True
-                )
-                self._thread.start()
+                with suppress(BackendError):  # what waits is tried with the next chunk
+                    self._thread = started(self._serve, "forkserve-behind")
 
     def wake(self) -> None:
         """There is something to send."""

@@ -13,10 +13,10 @@ import sqlite3
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
-from forkserve.errors import StoreError
+from forkserve.errors import BackendError, StoreError
 from forkserve.store import faults
 from forkserve.store.bills import CHARGE, Charges
 from forkserve.store.catalog import Catalog
@@ -24,6 +24,7 @@ from forkserve.store.identity import Fingerprint, token_bytes
 from forkserve.store.seal import Sealer
 from forkserve.store.shadow import Change, Row, Shadow, keep, row_of
 from forkserve.store.statements import ADD_COUNT, CAP_DECISIONS
+from forkserve.threads import started
 from forkserve.tree import ContextTree, Node, committed
 
 __all__ = ["TreeJournal"]
@@ -103,11 +104,8 @@ class TreeJournal:
         """A generation ended: write it soon, if nobody who waits for it does so first."""
         if session in self._sessions:
             self._dirty.add(session)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name="forkserve-journal", daemon=True
-                )
-                self._thread.start()
+            with suppress(BackendError):  # no thread: the next verb on it writes, or `close`
+                self._thread = self._thread or started(self._serve, "forkserve-journal")
             self._wake.set()
 
     def committed(self, tree: ContextTree, node: Node, winner: Node, result: _Result) -> None:

@@ -12,9 +12,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 
 from forkserve.clock import Clock
+from forkserve.errors import BackendError
 from forkserve.store.pace import RUSH_S, Pace
+from forkserve.threads import started
 
 __all__ = ["Mover"]
 
@@ -57,12 +60,11 @@ class Mover:
     def _offer(self, key: Hashable, job: Callable[[], None]) -> bool:
         if key in self._waiting:
             return True
-        if self._stop or len(self._jobs) >= self._depth:
+        if self._stop or len(self._jobs) >= self._depth or not self._start():
             self.dropped += 1
             return False
         self._waiting.add(key)
         self._jobs.append((key, job))
-        self._start()
         self._change.notify_all()
         return True
 
@@ -70,12 +72,11 @@ class Mover:
         """Offer a job at a moment of the clock; a second alarm of the same key replaces it."""
         with self._change:
             self._alarms = [alarm for alarm in self._alarms if alarm[2] != key]
-            if self._stop or len(self._alarms) >= _ALARMS:
+            if self._stop or len(self._alarms) >= _ALARMS or not self._start():
                 self.dropped += 1
                 return
             self._alarms.append((ms, next(self._serial), key, job))
             heapq.heapify(self._alarms)
-            self._start()
             self._change.notify_all()
 
     def due(self, key: Hashable) -> float | None:
@@ -110,10 +111,11 @@ class Mover:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="forkserve-mover", daemon=True)
-            self._thread.start()
+    def _start(self) -> bool:
+        """Whether there is a thread."""
+        with suppress(BackendError):
+            self._thread = self._thread or started(self._serve, "forkserve-mover")
+        return self._thread is not None
 
     def _ring(self) -> None:
         now = self._clock.now_ms()

@@ -12,12 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from forkserve.errors import StoreError
+from forkserve.errors import BackendError, StoreError
 from forkserve.store.chunks import Buffer
 from forkserve.store.identity import Fingerprint, Link
 from forkserve.store.metrics import Meter
 from forkserve.store.pace import RUSH_S, Pace
 from forkserve.store.vault import Stored, Vault
+from forkserve.threads import started
 
 __all__ = ["Capture", "Publication", "Publisher"]
 
@@ -107,13 +108,12 @@ class Publisher:
         tokens = capture.links[-1].start + capture.links[-1].count if capture.links else 0
         ticket = Publication(tokens)
         with self._lock:
-            closed = self._closed
-            if not closed:
+            refused = "the store is closed" if self._closed else self._start()
+            if not refused:
                 self._holding[id(capture)] = capture
-                self._start()
-        if closed:
+        if refused:
             capture.release()
-            return Publication(tokens, False, "the store is closed")
+            return Publication(tokens, False, refused)
         try:
             self._queue.put((capture, ticket), block=patience_s > 0, timeout=patience_s or None)
         except queue.Full:
@@ -125,12 +125,14 @@ class Publisher:
             self._refuse_rest()
         return ticket
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, name="forkserve-publish", daemon=True
-            )
-            self._thread.start()
+    def _start(self) -> str:
+        """Have a thread; why there is none, or ''."""
+        try:
+            self._thread = self._thread or started(self._serve, "forkserve-publish")
+        except BackendError as error:
+            self._count_drop()
+            return str(error)
+        return ""
 
     def _refuse_rest(self) -> None:
         """What came into the queue while the thread ended: nobody would ever do it."""
@@ -180,10 +182,9 @@ class Publisher:
 
     def drain(self, timeout_s: float = 60.0) -> bool:
         """Wait until everything queued so far is done; False when that takes longer."""
-        waiter = threading.Thread(target=self._queue.join, daemon=True)
-        waiter.start()
-        waiter.join(timeout_s)
-        return not waiter.is_alive()
+        done = self._queue.all_tasks_done
+        with done:
+            return done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s)
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Finish what is queued, at most for `timeout_s` seconds.  Idempotent."""

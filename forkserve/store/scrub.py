@@ -17,6 +17,7 @@ from forkserve.store import faults
 from forkserve.store.pace import Pace
 from forkserve.store.rebuild import Report
 from forkserve.store.vault import Vault
+from forkserve.threads import started
 
 __all__ = ["Scrubber", "scrub"]
 
@@ -144,8 +145,7 @@ class Scrubber:
         self._on_failure = on_failure
         self._pace = pace or Pace()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="forkserve-scrub", daemon=True)
-        self._thread.start()
+        self._thread = started(self._serve, "forkserve-scrub")
 
     def _serve(self) -> None:
         with self._pace.worker():

@@ -10,7 +10,7 @@ import pytest
 
 from forkserve import Engine
 from forkserve.errors import BackendError, OutOfPages
-from forkserve.types import Batch, Work
+from forkserve.types import Batch, SamplingParams, Work
 from tests.waiting import wait_for
 
 from .harness import (
@@ -287,3 +287,24 @@ def test_a_loop_of_its_own_outlives_every_kind_of_failure() -> None:
         assert_same_as_cold(eng, s)
     eng.check()
     eng.shutdown()
+
+
+def test_generations_keep_their_places_in_the_batch() -> None:
+    """Whose turn is first changes from tick to tick; plans of attention grow while places stay."""
+    seen: list[list[str]] = []
+    eng = engine(
+        {"on_batch": lambda batch: seen.append([work.session for work in batch.works])},
+        capacity_pages=512,
+        max_batch_tokens=9,
+    )
+    running = []
+    for i in range(12):  # at different times, of tenants that are served in turn
+        prompt = [i, *PROMPT[: 1 + i % 5]]
+        s = eng.open(prompt, tenant="xyz"[i % 3], session=f"{i:02}").id
+        running.append((prompt, eng.start(s, 14, params=SamplingParams(ignore_eos=True))))
+        for _ in range(i % 3):
+            tick(eng)
+    for prompt, generation in running:
+        assert generation.result() == cold(prompt, 14, SamplingParams(ignore_eos=True))
+    assert all(batch == sorted(batch) for batch in seen)
+    assert_nothing_left(eng)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from forkserve import Engine
+from forkserve.control.probe import choice_mass, forks
 from forkserve.engine import MockBackend
 from forkserve.errors import ConfigError
 from forkserve.store import Store
@@ -231,3 +232,33 @@ def test_stored_states_hold_the_tokens(tmp_path: Any) -> None:
     assert_same_as_cold(eng, other.id)
     eng.shutdown()
     store.close()
+
+
+@pytest.mark.parametrize("grows", ["append", "jump"])
+@pytest.mark.parametrize("pages", [6, 64])
+def test_a_question_is_answered_where_it_was_asked(grows: str, pages: int) -> None:
+    """Also if text behind that place moves the window on, in a pool that holds no more than it."""
+
+    class One:
+        def allowed(self, generated: Sequence[int]) -> Sequence[int]:
+            return [70] if len(generated) < 24 else []
+
+    texts = {"a": [3, 4], "b": [5], "c": [3, 6]}
+    prompt = [50 + i for i in range(30)]
+    alone = windowed(capacity_pages=64)
+    want = alone.choice_mass(alone.open(prompt).id, 1, texts)
+    eng = windowed(capacity_pages=pages, prefill_chunk=5)
+    s = eng.open(prompt, prefill=False).id
+    task, probe = eng._ask(s, 1, forks({name: tuple(text) for name, text in texts.items()}))
+    assert task is not None
+    if grows == "append":
+        eng.append(s, 1, [70] * 24)
+    else:
+        eng.start(s, 24, params=SamplingParams(constraint=One()))
+    for _ in range(60):
+        tick(eng)
+    assert not probe.pending(), "it goes round and round"
+    rows = {text: probe.rows[i] for i, text in enumerate(probe.texts)}
+    assert choice_mass({name: tuple(text) for name, text in texts.items()}, rows) == want
+    assert_same_as_cold(eng, s)
+    assert_nothing_left(eng)
