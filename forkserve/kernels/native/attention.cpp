@@ -18,6 +18,13 @@ namespace {
 constexpr int CHUNK = 4;
 constexpr int BLOCKS = SPLIT / LANES + 2;
 
+// Whether K and V are widened to float32 once, for all groups of n vectors: widening takes as many
+// instructions of those ports that multiply as two vectors of the group do.
+template <bool P, class T>
+constexpr bool widens(int n) {
+    return sizeof(T) < sizeof(float) && n > rows_of(P);
+}
+
 // K and V of one kv head.
 template <class T>
 struct Head {
@@ -32,6 +39,7 @@ struct Scratch {
     int64_t plane = 0;                // from the totals of o to the even and to the odd sums
     uint16_t *coarse, *weights;       // q and scores in bfloat16, for tiles
     uint16_t *keys, *values;          // in pairs
+    float* wide;                      // K or V of a chunk, widened
 
     // Of `floats` that begin at `base`, if not null: sizes alone.
     Scratch(float* base, int64_t vectors, int64_t dim) {
@@ -46,18 +54,15 @@ struct Scratch {
         take(q, rows * WIDE);
         take(o, 3 * plane);
         take(total, rows * WIDE);
-        take(m, rows);
-        take(l, rows);
-        take(total_m, rows);
-        take(total_l, rows);
+        for (float** each : {&m, &l, &total_m, &total_l}) take(*each, rows + LINE);
         take(scores, rows * SCORES);
+        take(wide, CHUNK * LANES * dim);
 #if defined(__AMX_BF16__)
         take(coarse, (rows + LINE) * padded(dim));
         take(weights, (rows + LINE) * WEIGHTS);
-        take(keys, 2 * padded(dim) * LANES);
-        take(values, dim * PAIRED * VALUE_BLOCKS);
+        take(keys, 4 * padded(dim) * LANES);
+        take(values, 4 * TILE_PAIRS);
 #else
-        (void)dim;
         coarse = weights = keys = values = nullptr;
 #endif
         floats = (next - (char*)base + 63) / 4;
@@ -80,13 +85,14 @@ void item_scores(const Head<T>& head, const Item& item, int vec, int n, int orig
     }
     const float* q = scratch.q + vec * WIDE;
     float* scores = scratch.scores + vec * SCORES;
+    const Soon none{reinterpret_cast<const char*>(q), 0};
     int done = 0;
     const int front = (item.begin + item.shift) % LANES;  // keys that are not the item's
     if (front) {
         alignas(64) float some[ROWS * SCORES];
         int keep = std::min(LANES - front, item.end - item.begin);
         grouped<rows_of(P)>(n, [&](int r, auto rb) {
-            qk_rows<P, rb(), 1>(q + r * WIDE, block, 1, head.page, dim, some);
+            qk_rows<P, rb(), 1>(q + r * WIDE, block, 1, head.page, dim, some, none);
             for (int i = 0; i < rb(); i++)
                 std::memcpy(scores + (r + i) * SCORES + item.begin - origin,
                             some + i * SCORES + front, sizeof(float) * keep);
@@ -105,13 +111,30 @@ void item_scores(const Head<T>& head, const Item& item, int vec, int n, int orig
         const int blocks = std::min(CHUNK, count - done);
         const int soon = std::min(CHUNK, count - done - blocks);
         float* to = scores + (first + done) * LANES - item.shift - origin;
-        grouped<rows_of(P)>(n, [&](int r, auto rb) {
-            for (int b = done + CHUNK; b < done + CHUNK + soon; b++)
-                for (int64_t d = dim * r / n; d < dim * (r + rb()) / n; d++)
-                    __builtin_prefetch(block[b] + d * head.page);
-            qk_rows<P, rb(), widest(P, rb())>(q + r * WIDE, block + done, blocks, head.page, dim,
-                                              to + r * SCORES);
-        });
+        auto rows = [&](int r, auto rb, const auto* const* keys, int64_t step) {
+            // Of the next blocks each group fetches its share, the last one while it multiplies.
+            Soon last = none;
+            for (int b = soon * r / n; b < soon * (r + rb()) / n; b++) {
+                if (last.step)
+                    for (int64_t d = 0; d < dim; d++) last.fetch();
+                last = {reinterpret_cast<const char*>(block[done + CHUNK + b]),
+                        head.page * int64_t(sizeof(T))};
+            }
+            qk_rows<P, rb(), widest(P, rb())>(q + r * WIDE, keys, blocks, step, dim,
+                                              to + r * SCORES, last);
+        };
+        if (widens<P, T>(n)) {
+            const float* wide[CHUNK];
+            for (int b = 0; b < blocks; b++) {
+                float* at = scratch.wide + b * dim * LANES;
+                wide[b] = at;
+                for (int64_t d = 0; d < dim; d++)
+                    store(at + d * LANES, load_kv(block[done + b] + d * head.page));
+            }
+            grouped<rows_of(P)>(n, [&](int r, auto rb) { rows(r, rb, wide, LANES); });
+        } else {
+            grouped<rows_of(P)>(n, [&](int r, auto rb) { rows(r, rb, block + done, head.page); });
+        }
     }
 }
 
@@ -137,15 +160,27 @@ void vector_values(const Head<T>& head, const Item& item, int vec, int n, int or
     for (int begin = item.begin, count = chunk(begin, next); count;) {
         std::copy_n(next, count, here);
         const int soon = chunk(begin + CHUNK * LANES, next);
-        grouped<rows_of(P)>(n, [&](int r, auto rb) {
+        auto rows = [&](int r, auto rb, const auto* stretch, int stretches) {
             for (int i = 0; i < soon; i++) {
                 const int64_t line = 64 / sizeof(T), lines = next[i].rows * dim / line;
                 for (int64_t j = lines * r / n; j < lines * (r + rb()) / n; j++)
                     __builtin_prefetch(next[i].v + j * line);
             }
-            pv_rows<P, rb(), widest(P, rb())>(p + r * SCORES + begin, here, count, begin, 0, dim,
-                                              o + r * WIDE, scratch.plane);
-        });
+            pv_rows<P, rb(), widest(P, rb())>(p + r * SCORES + begin, stretch, stretches, begin, 0,
+                                              dim, o + r * WIDE, scratch.plane);
+        };
+        if (widens<P, T>(n)) {
+            Stretch<float> wide{scratch.wide, 0};
+            for (int i = 0; i < count; i++) {
+                float* at = scratch.wide + wide.rows * dim;
+                for (int64_t d = 0; d < here[i].rows * dim; d += LANES)
+                    store(at + d, load_kv(here[i].v + d));
+                wide.rows += here[i].rows;
+            }
+            grouped<rows_of(P)>(n, [&](int r, auto rb) { rows(r, rb, &wide, 1); });
+        } else {
+            grouped<rows_of(P)>(n, [&](int r, auto rb) { rows(r, rb, here, count); });
+        }
         begin += CHUNK * LANES;
         count = soon;
     }
@@ -168,11 +203,17 @@ void item_values(const Head<T>& head, const Item& item, const Part& part, int ve
             float* o = scratch.o + vec * WIDE;
             settle(o, n, head.dim, scratch.plane);
             const int32_t* pages = head.pages + item.page;
-            auto row = [&](int i) -> const uint16_t* {
-                if (begin + i < item.begin || begin + i >= item.end) return nullptr;
-                int64_t slot = begin + i + item.shift;
-                return head.v + (pages[slot / head.page] * head.page + slot % head.page) * head.dim;
-            };
+            alignas(64) static constexpr uint16_t none[256] = {};
+            const uint16_t* row[SPLIT + SOON];
+            std::fill(row, row + end - begin + SOON, none);
+            for (int at = std::max(begin, item.begin), last = std::min(end, item.end); at < last;) {
+                const int64_t slot = at + item.shift, within = slot % head.page;
+                const uint16_t* v =
+                    head.v + (pages[slot / head.page] * head.page + within) * head.dim;
+                const int rows = int(std::min<int64_t>(head.page - within, last - at));
+                for (int i = 0; i < rows; i++) row[at + i - begin] = v + i * head.dim;
+                at += rows;
+            }
             tile_values(scratch.weights + vec * WEIGHTS + begin - origin, n, (end - begin) / PAIRED,
                         head.dim, row, scratch.values, o);
             rest.begin = end;
@@ -194,16 +235,60 @@ struct Request {
     float scale, softcap;
 };
 
-// Values, maxima and sums of a cut row in one split.
+// Values of n vectors from query head `head` on, `stride` floats apart, to the result.
+void finish(const Request& ask, int32_t row, int head, int n, const float* o, const float* l,
+            int64_t stride, int64_t dim) {
+    float* out = ask.out + row * ask.out_stride + head * dim;
+    for (int i = 0; i < n; i++) finish(out + i * dim, o + i * stride, l[i], dim);
+}
+
+// Values, maxima and sums of a kv head of a cut row in one split.
 struct Partial {
     float *o, *m, *l;
-    Partial(Plan& plan, int32_t row, int split) {
-        const int64_t heads = int64_t(plan.shape.kv_heads) * plan.shape.group;
-        int64_t index = plan.first_part[row] + split - plan.first_split(row);
-        o = plan.partial.data() + index * heads * (plan.shape.dim + 2);
-        m = o + heads * plan.shape.dim;
-        l = m + heads;
+    Partial(Plan& plan, int32_t row, int split, int head) {
+        const int64_t index = plan.first_part[row] + split - plan.first_split(row);
+        float* base = (float*)((uintptr_t(plan.partial.data()) + 63) / 64 * 64);
+        o = base + (index * plan.shape.kv_heads + head) * plan.partial_floats();
+        m = o + int64_t(plan.shape.group) * plan.shape.dim;
+        l = m + plan.partial_lanes();
     }
+};
+
+// Fetches the values of items to L2, a cache line a call: their addresses are no sequence that the
+// processor would see.
+template <class T>
+class Ahead {
+   public:
+    Ahead(const Head<T>& head, const Item* items, int count)
+        : head_(head), item_(items), last_(items + count), position_(items->begin) {
+        turn();
+    }
+
+    FS_INLINE void fetch() {
+        if (at_ >= stop_) return;
+        __builtin_prefetch(at_, 0, 2);
+        at_ += 64;
+        if (at_ >= stop_) turn();
+    }
+
+   private:
+    // To the next page.
+    void turn() {
+        while (item_ < last_ && position_ == item_->end)
+            if (++item_ < last_) position_ = item_->begin;
+        if (item_ == last_) return;
+        const int64_t slot = position_ + item_->shift, within = slot % head_.page;
+        const int rows = int(std::min<int64_t>(head_.page - within, item_->end - position_));
+        const int32_t page = head_.pages[item_->page + slot / head_.page];
+        at_ = reinterpret_cast<const char*>(head_.v + (page * head_.page + within) * head_.dim);
+        stop_ = at_ + rows * head_.dim * sizeof(T);
+        position_ += rows;
+    }
+
+    const Head<T>& head_;
+    const Item *item_, *const last_;
+    int position_;
+    const char *at_ = nullptr, *stop_ = nullptr;
 };
 
 // One part of a unit: values, maxima and sums of its vectors to scratch.
@@ -215,6 +300,7 @@ void attend_part(const Plan& plan, const Unit& unit, const Part& part, const Hea
     for (int i = 0; i < part.items; i++)
         item_scores<P>(head, items[i], items[i].row * group, items[i].rows * group, origin,
                        scratch);
+    Ahead<T> ahead(head, items, part.items);
     for (int i = 0; i < unit.rows; i++) {
         int32_t row = plan.order[unit.row + i];
         int low = std::max(plan.low(row) - origin, 0);
@@ -227,7 +313,10 @@ void attend_part(const Plan& plan, const Unit& unit, const Part& part, const Hea
 #endif
             if (low < high)  // else it sees nothing of this split, and what comes out is not used
                 softmax<P>(s, part.begin - origin, part.end - origin, low, high, softcap,
-                           scratch.m + vec, scratch.l + vec, coarse);
+                           scratch.m + vec, scratch.l + vec, coarse, [&] {
+                               ahead.fetch();
+                               ahead.fetch();
+                           });
             for (int i = 0; i < (P ? 3 : 1); i++)
                 std::fill_n(scratch.o + vec * WIDE + i * scratch.plane, head.dim, 0.0f);
         }
@@ -268,30 +357,29 @@ void attend_unit(Plan& plan, const Unit& unit, int h, const KvLayer& kv, const R
     for (int n = unit.part; n < unit.part + unit.parts; n++) {
         const int split = plan.parts[n].split;
         attend_part<P>(plan, unit, plan.parts[n], head, ask.softcap, scratch);
-        for (int vec = 0; vec < unit.rows * group; vec++) {
-            int32_t row = rows[vec / group];
-            int first = plan.first_split(row), last = plan.position[row] / SPLIT;
+        for (int i = 0; i < unit.rows; i++) {
+            const int32_t row = rows[i];
+            const int first = plan.first_split(row), last = plan.position[row] / SPLIT;
             if (split < first || split > last) continue;
-            const int query_head = h * group + vec % group;
-            const float *o = scratch.o + vec * WIDE, m = scratch.m[vec], l = scratch.l[vec];
+            const int vec = i * group;
+            const float *o = scratch.o + vec * WIDE, *m = scratch.m + vec, *l = scratch.l + vec;
             if (unit.cut) {
-                Partial partial(plan, row, split);
-                std::copy_n(o, dim, partial.o + query_head * dim);
-                partial.m[query_head] = m;
-                partial.l[query_head] = l;
+                Partial partial(plan, row, split, h);
+                for (int g = 0; g < group; g++) std::copy_n(o + g * WIDE, dim, partial.o + g * dim);
+                std::copy_n(m, group, partial.m);
+                std::copy_n(l, group, partial.l);
                 continue;
             }
-            float* out = ask.out + row * ask.out_stride + query_head * dim;
-            float* total = scratch.total + vec * WIDE;
+            float *total = scratch.total + vec * WIDE, *sum = scratch.total_l + vec;
             if (first == last) {
-                finish(out, o, l, dim);
+                finish(ask, row, h * group, group, o, l, WIDE, dim);
             } else if (split == first) {
-                std::copy_n(o, dim, total);
-                scratch.total_m[vec] = m;
-                scratch.total_l[vec] = l;
+                for (int g = 0; g < group; g++) std::copy_n(o + g * WIDE, dim, total + g * WIDE);
+                std::copy_n(m, group, scratch.total_m + vec);
+                std::copy_n(l, group, sum);
             } else {
-                fold(total, scratch.total_m + vec, scratch.total_l + vec, o, m, l, dim);
-                if (split == last) finish(out, total, scratch.total_l[vec], dim);
+                fold(total, scratch.total_m + vec, sum, o, m, l, group, WIDE, dim);
+                if (split == last) finish(ask, row, h * group, group, total, sum, WIDE, dim);
             }
         }
     }
@@ -300,21 +388,20 @@ void attend_unit(Plan& plan, const Unit& unit, int h, const KvLayer& kv, const R
 // The splits of a cut row, folded in the order in which an uncut unit does it.
 void merge(Plan& plan, int32_t row, int head, const Request& ask) {
     const int64_t dim = plan.shape.dim;
+    const int group = plan.shape.group;
     const int first = plan.first_split(row), last = plan.position[row] / SPLIT;
-    Partial total(plan, row, first);
-    float* o = total.o + head * dim;
+    Partial total(plan, row, first, head);
     for (int split = first + 1; split <= last; split++) {
-        Partial next(plan, row, split);
-        fold(o, total.m + head, total.l + head, next.o + head * dim, next.m[head], next.l[head],
-             dim);
+        Partial next(plan, row, split, head);
+        fold(total.o, total.m, total.l, next.o, next.m, next.l, group, dim, dim);
     }
-    finish(ask.out + row * ask.out_stride + head * dim, o, total.l[head], dim);
+    finish(ask, row, head * group, group, total.o, total.l, dim, dim);
 }
 
 template <bool P, class T>
 FS_NOINLINE void attend_all(Plan& plan, Team& team, int tid, const KvLayer& kv,
                             const Request& ask) {
-    const int heads = plan.shape.kv_heads, group = plan.shape.group;
+    const int heads = plan.shape.kv_heads;
     const int64_t dim = plan.shape.dim;
     const Scratch scratch(plan.scratch.data() + tid * scratch_floats(plan.vectors, dim),
                           plan.vectors, dim);
@@ -324,8 +411,7 @@ FS_NOINLINE void attend_all(Plan& plan, Team& team, int tid, const KvLayer& kv,
     if (plan.cut_rows.empty()) return;
     const int merges = int(plan.cut_rows.size()) * heads;
     for (int task; (task = team.take()) < merges;)
-        for (int g = 0; g < group; g++)
-            merge(plan, plan.cut_rows[task / heads], task % heads * group + g, ask);
+        merge(plan, plan.cut_rows[task / heads], task % heads, ask);
     team.barrier();
 }
 
@@ -340,9 +426,6 @@ void attend(Plan& plan, Team& team, int tid, const KvLayer& kv, const float* q, 
     const Request ask{q, q_stride, out, out_stride, scale, softcap};
     if (kv.paired) {
         FlushDenormals flush;
-#if defined(__AMX_BF16__)
-        Tiles tiles;
-#endif
         attend_all<true, uint16_t>(plan, team, tid, kv, ask);
     } else if (kv.bf16) {
         attend_all<false, uint16_t>(plan, team, tid, kv, ask);

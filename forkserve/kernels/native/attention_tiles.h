@@ -36,16 +36,28 @@ constexpr int widest(bool paired, int rows) {
 FS_INLINE vf load_kv(const float* p) { return load(p); }
 FS_INLINE vf load_kv(const uint16_t* p) { return load_bf16(p); }
 
+// Rows that a product fetches on its way, one a step: a burst of them would fill the processor's
+// queue of misses, and its multipliers would wait.
+struct Soon {
+    const char* at;
+    int64_t step;
+    FS_INLINE void fetch() {
+        __builtin_prefetch(at);
+        at += step;
+    }
+};
+
 // scores[r][16 b + i] = sum over d, in order, of q[r][d] * key i of block b.
 template <int RB, int NB, class T>
 FS_NOINLINE void qk(const float* q, const T* const* block, int64_t step, int64_t dim,
-                    float* scores) {
+                    float* scores, Soon soon) {
     vf sum[RB][NB];
     const T* k[NB];
     FS_UNROLL for (int b = 0; b < NB; b++) k[b] = block[b];
     FS_UNROLL for (int r = 0; r < RB; r++)
         FS_UNROLL for (int b = 0; b < NB; b++) sum[r][b] = zero();
     for (int64_t d = 0; d < dim; d++) {
+        soon.fetch();
         vf x[NB];
         FS_UNROLL for (int b = 0; b < NB; b++) {
             x[b] = load_kv(k[b]);
@@ -61,11 +73,11 @@ FS_NOINLINE void qk(const float* q, const T* const* block, int64_t step, int64_t
 }
 
 // The same in pairs: q is rounded, denormal numbers are flushed.
-template <int RB, int NB>
-FS_NOINLINE void qk_paired(const float* q, const uint16_t* const* block, int64_t step, int64_t dim,
-                           float* scores) {
+template <int RB, int NB, class T>
+FS_NOINLINE void qk_paired(const float* q, const T* const* block, int64_t step, int64_t dim,
+                           float* scores, Soon soon) {
     vf total[RB][NB];
-    const uint16_t* k[NB];
+    const T* k[NB];
     FS_UNROLL for (int b = 0; b < NB; b++) k[b] = block[b];
     FS_UNROLL for (int r = 0; r < RB; r++)
         FS_UNROLL for (int b = 0; b < NB; b++) total[r][b] = zero();
@@ -75,10 +87,12 @@ FS_NOINLINE void qk_paired(const float* q, const uint16_t* const* block, int64_t
             FS_UNROLL for (int b = 0; b < NB; b++) even[r][b] = odd[r][b] = zero();
         const int64_t end = std::min(first + PAIRED, dim);
         for (int64_t d = first; d < end; d += 2) {
+            soon.fetch();
+            soon.fetch();
             vf x[NB], y[NB];
             FS_UNROLL for (int b = 0; b < NB; b++) {
-                x[b] = load_bf16(k[b]);
-                y[b] = load_bf16(k[b] + step);
+                x[b] = load_kv(k[b]);
+                y[b] = load_kv(k[b] + step);
                 k[b] += 2 * step;
             }
             FS_UNROLL for (int r = 0; r < RB; r++) {
@@ -99,15 +113,16 @@ FS_NOINLINE void qk_paired(const float* q, const uint16_t* const* block, int64_t
 
 template <bool P, int RB, int NB, class T>
 void qk_rows(const float* q, const T* const* block, int n, int64_t step, int64_t dim,
-             float* scores) {
+             float* scores, Soon soon) {
     for (; n >= NB; n -= NB, block += NB, scores += NB * LANES) {
         if constexpr (P)
-            qk_paired<RB, NB>(q, block, step, dim, scores);
+            qk_paired<RB, NB>(q, block, step, dim, scores, soon);
         else
-            qk<RB, NB>(q, block, step, dim, scores);
+            qk<RB, NB>(q, block, step, dim, scores, soon);
+        soon = {reinterpret_cast<const char*>(q), 0};
     }
     if constexpr (NB > 1)
-        if (n) qk_rows<P, RB, NB / 2>(q, block, n, step, dim, scores);
+        if (n) qk_rows<P, RB, NB / 2>(q, block, n, step, dim, scores, soon);
 }
 
 // Consecutive rows of V.
@@ -141,8 +156,8 @@ FS_NOINLINE void pv(const float* p, const Stretch<T>* stretch, int n, int64_t at
 
 // The same in pairs.  o is [total, even, odd], `plane` floats apart: sums of a block of positions
 // that an item leaves unfinished are there for the next one.  `position`: of the first row.
-template <int RB, int NB>
-FS_NOINLINE void pv_paired(const float* p, const Stretch<uint16_t>* stretch, int n, int position,
+template <int RB, int NB, class T>
+FS_NOINLINE void pv_paired(const float* p, const Stretch<T>* stretch, int n, int position,
                            int64_t at, int64_t dim, float* o, int64_t plane) {
     vf total[RB][NB], even[RB][NB], odd[RB][NB];
     FS_UNROLL for (int r = 0; r < RB; r++)
@@ -152,16 +167,16 @@ FS_NOINLINE void pv_paired(const float* p, const Stretch<uint16_t>* stretch, int
             even[r][b] = load(from + plane);
             odd[r][b] = load(from + 2 * plane);
         }
-    auto add = [&](vf(&sum)[RB][NB], const uint16_t* v) {
+    auto add = [&](vf(&sum)[RB][NB], const T* v) {
         vf x[NB];
-        FS_UNROLL for (int b = 0; b < NB; b++) x[b] = load_bf16(v + b * LANES);
+        FS_UNROLL for (int b = 0; b < NB; b++) x[b] = load_kv(v + b * LANES);
         FS_UNROLL for (int r = 0; r < RB; r++) {
             vf y = set1(p[r * SCORES]);
             FS_UNROLL for (int b = 0; b < NB; b++) sum[r][b] = fma(y, x[b], sum[r][b]);
         }
     };
     for (int i = 0; i < n; i++) {
-        const uint16_t* v = stretch[i].v + at;
+        const T* v = stretch[i].v + at;
         for (int j = stretch[i].rows; j > 0; j--, p++, v += dim, position++) {
             if (position % PAIRED == 0)
                 FS_UNROLL for (int r = 0; r < RB; r++)
