@@ -51,7 +51,7 @@ void softmax(float* s, int begin, int end, int low, int high, float softcap, flo
         meanwhile();
         vf e = load(s + i) - shift;
         if constexpr (!P) {
-            e = exp(e);
+            e = where_less(e, set1(-87.3f), zero(), exp_within(e));  // none is above 0
         } else {
             e = coarse_exp(e);
             e = coarse ? store_rounded(coarse + i, e) : rounded(e);
@@ -69,24 +69,37 @@ void softmax(float* s, int begin, int end, int low, int high, float softcap, flo
     if (end > last) std::fill(s + last, s + end, 0.0f);
 }
 
-// Fold the next split of n vectors, (o, m, l), into what there is: values not normalised, the scores
-// that scale them, the sums of exponentials.  Values are `stride` floats from vector to vector;
-// maxima and sums can be read to the next multiple of 16.
-void fold(float* into, float* into_m, float* into_l, const float* o, const float* m, const float* l,
-          int n, int64_t stride, int64_t dim) {
+// Fold the next split of 16 vectors, (m, l), into the scores that scale values and into the sums of
+// exponentials: what there is of values counts `mine` times, what comes `other` times.
+FS_INLINE void fold_sums(vf& top, vf& sum, const float* m, const float* l, float* mine,
+                         float* other) {
+    const vf was = top, now = load(m);
+    top = max(was, now);
+    const vf x = exp(was - top), y = exp(now - top);
+    sum = fma(load(l), y, sum * x);
+    store(mine, x);
+    store(other, y);
+}
+
+FS_INLINE void fold_values(float* into, float mine, const float* o, float other, int64_t dim) {
+    vf x = set1(mine), y = set1(other);
+    for (int64_t d = 0; d < dim; d += LANES)
+        store(into + d, fma(load(o + d), y, load(into + d) * x));
+}
+
+// The same of n vectors, values included, which are `stride` floats apart.  Maxima and sums can be
+// read to the next multiple of 16.
+inline void fold(float* into, float* into_m, float* into_l, const float* o, const float* m,
+                 const float* l, int n, int64_t stride, int64_t dim) {
     for (int first = 0; first < n; first += LANES) {
         const int count = std::min(n - first, LANES);
-        const vf was = load(into_m + first), now = load(m + first), top = max(was, now);
-        const vf mine = exp(was - top), other = exp(now - top);
-        const vf sum = fma(load(l + first), other, load(into_l + first) * mine);
+        float mine[LANES], other[LANES];
+        vf top = load(into_m + first), sum = load(into_l + first);
+        fold_sums(top, sum, m + first, l + first, mine, other);
         store_part(into_m + first, top, count);
         store_part(into_l + first, sum, count);
-        float x[LANES], y[LANES];
-        store(x, mine);
-        store(y, other);
         for (int i = 0; i < count; i++, into += stride, o += stride)
-            for (int64_t d = 0; d < dim; d += LANES)
-                store(into + d, fma(load(o + d), set1(y[i]), load(into + d) * set1(x[i])));
+            fold_values(into, mine[i], o, other[i], dim);
     }
 }
 

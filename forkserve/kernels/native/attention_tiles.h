@@ -36,11 +36,11 @@ constexpr int widest(bool paired, int rows) {
 FS_INLINE vf load_kv(const float* p) { return load(p); }
 FS_INLINE vf load_kv(const uint16_t* p) { return load_bf16(p); }
 
-// Rows that a product fetches on its way, one a step: a burst of them would fill the processor's
-// queue of misses, and its multipliers would wait.
+// What a product fetches on its way, a line a step: a burst of them would fill the processor's queue
+// of misses, and its multipliers would wait.
 struct Soon {
     const char* at;
-    int64_t step;
+    int64_t step;  // bytes
     FS_INLINE void fetch() {
         __builtin_prefetch(at);
         at += step;
@@ -135,13 +135,14 @@ struct Stretch {
 // o[r][i] += sum over rows j, in order, of p[r][j] * v[j][i] for NB blocks of 16 values.
 template <int RB, int NB, class T>
 FS_NOINLINE void pv(const float* p, const Stretch<T>* stretch, int n, int64_t at, int64_t dim,
-                    float* o) {
+                    float* o, Soon soon) {
     vf sum[RB][NB];
     FS_UNROLL for (int r = 0; r < RB; r++)
         FS_UNROLL for (int b = 0; b < NB; b++) sum[r][b] = load(o + r * WIDE + b * LANES);
     for (int i = 0; i < n; i++) {
         const T* v = stretch[i].v + at;
         for (int j = stretch[i].rows; j > 0; j--, p++, v += dim) {
+            soon.fetch();
             vf x[NB];
             FS_UNROLL for (int b = 0; b < NB; b++) x[b] = load_kv(v + b * LANES);
             FS_UNROLL for (int r = 0; r < RB; r++) {
@@ -158,7 +159,7 @@ FS_NOINLINE void pv(const float* p, const Stretch<T>* stretch, int n, int64_t at
 // that an item leaves unfinished are there for the next one.  `position`: of the first row.
 template <int RB, int NB, class T>
 FS_NOINLINE void pv_paired(const float* p, const Stretch<T>* stretch, int n, int position,
-                           int64_t at, int64_t dim, float* o, int64_t plane) {
+                           int64_t at, int64_t dim, float* o, int64_t plane, Soon soon) {
     vf total[RB][NB], even[RB][NB], odd[RB][NB];
     FS_UNROLL for (int r = 0; r < RB; r++)
         FS_UNROLL for (int b = 0; b < NB; b++) {
@@ -178,6 +179,7 @@ FS_NOINLINE void pv_paired(const float* p, const Stretch<T>* stretch, int n, int
     for (int i = 0; i < n; i++) {
         const T* v = stretch[i].v + at;
         for (int j = stretch[i].rows; j > 0; j--, p++, v += dim, position++) {
+            soon.fetch();
             if (position % PAIRED == 0)
                 FS_UNROLL for (int r = 0; r < RB; r++)
                     FS_UNROLL for (int b = 0; b < NB; b++) {
@@ -211,15 +213,16 @@ inline void settle(float* o, int n, int64_t dim, int64_t plane) {
 
 template <bool P, int RB, int NB, class T>
 void pv_rows(const float* p, const Stretch<T>* stretch, int n, int position, int64_t at,
-             int64_t dim, float* o, int64_t plane) {
+             int64_t dim, float* o, int64_t plane, Soon soon) {
     for (; dim - at >= NB * LANES; at += NB * LANES) {
         if constexpr (P)
-            pv_paired<RB, NB>(p, stretch, n, position, at, dim, o + at, plane);
+            pv_paired<RB, NB>(p, stretch, n, position, at, dim, o + at, plane, soon);
         else
-            pv<RB, NB>(p, stretch, n, at, dim, o + at);
+            pv<RB, NB>(p, stretch, n, at, dim, o + at, soon);
+        soon = {reinterpret_cast<const char*>(p), 0};
     }
     if constexpr (NB > 1)
-        if (at < dim) pv_rows<P, RB, NB / 2>(p, stretch, n, position, at, dim, o, plane);
+        if (at < dim) pv_rows<P, RB, NB / 2>(p, stretch, n, position, at, dim, o, plane, soon);
 }
 
 // call(first, constant number of rows) over groups of at most MOST, as even as can be.
