@@ -139,7 +139,8 @@ void merge(Plan& plan, int32_t row, int head, const Request& ask) {
     const int first = plan.first_split(row), last = plan.position[row] / SPLIT;
     auto fetch = [&](int split) {  // another thread may have made it
         const char* from = reinterpret_cast<const char*>(Partial(plan, row, split, head).o);
-        for (int64_t at = 0; at < plan.partial_floats() * 4; at += 64) __builtin_prefetch(from + at);
+        const int64_t bytes = plan.partial_floats() * int64_t(sizeof(float));
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
     };
     for (int split = first; split <= std::min(first + 2, last); split++) fetch(split);
     const Partial into(plan, row, first, head);
@@ -151,7 +152,8 @@ void merge(Plan& plan, int32_t row, int head, const Request& ask) {
             float mine[LANES], other[LANES];
             fold_sums(top, sum, next.m + lane, next.l + lane, mine, other);
             for (int g = lane; g < std::min(lane + LANES, group); g++)
-                fold_values(into.o + g * dim, mine[g - lane], next.o + g * dim, other[g - lane], dim);
+                fold_values(into.o + g * dim, mine[g - lane], next.o + g * dim, other[g - lane],
+                            dim);
         }
         store(into.l + lane, sum);
     }

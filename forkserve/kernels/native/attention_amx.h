@@ -20,7 +20,7 @@ namespace {
 constexpr int TILED_VECTORS = 6;                // fewer take less time on vectors
 constexpr int WEIGHTS = SPLIT + PAIRED;         // bfloat16 from one row of weights to the next
 constexpr int TILE_PAIRS = TILE_ROWS * PAIRED;  // elements of a tile of operands
-constexpr int MOST_GROUPS = 3;                  // with two columns each, as many sums as there are tiles for
+constexpr int MOST_GROUPS = 3;                  // of two columns: six sums, and two tiles to multiply
 constexpr int SOON = PAIRED;                    // positions whose values are fetched ahead
 
 // n query vectors as groups of equally many rows, a group a tile.  The last one may begin within

@@ -112,10 +112,11 @@ void item_scores(const Head<T>& head, const Item& item, int vec, int n, int orig
             // Of the next blocks each group fetches its share, the last one while it multiplies.
             Soon last = none;
             for (int b = soon * r / n; b < soon * (r + rb()) / n; b++) {
-                if (last.step)
-                    for (int64_t d = 0; d < dim; d++) last.fetch();
+                const bool now = !fetches(P) || b + 1 < soon * (r + rb()) / n;
                 last = {reinterpret_cast<const char*>(block[done + CHUNK + b]),
                         head.page * int64_t(sizeof(T))};
+                for (int64_t d = 0; now && d < dim; d++) last.fetch();
+                if (now) last = none;
             }
             qk_rows<P, rb(), widest(P, rb())>(q + r * WIDE, keys, blocks, step, dim,
                                               to + r * SCORES, last);
@@ -169,7 +170,8 @@ void vector_values(const Head<T>& head, const Item& item, int vec, int n, int or
                 const int64_t bytes = dim * int64_t(sizeof(T));
                 last = {reinterpret_cast<const char*>(next[i].v + first * dim), 64};
                 int64_t lines = ((end - first) * bytes + 63) / 64;
-                for (; lines > (to - at > next[i].rows ? 0 : multiplied); lines--) last.fetch();
+                const bool now = !fetches(P) || to - at > next[i].rows;
+                for (; lines > (now ? 0 : multiplied); lines--) last.fetch();
                 last.step = lines * 64 / multiplied;
             }
             pv_rows<P, rb(), widest(P, rb())>(p + r * SCORES + begin, stretch, stretches, begin, 0,

@@ -28,6 +28,8 @@ constexpr int SCORES = SPLIT + LANES;  // and from one row of scores to the next
 
 // Paired products hold three sums for one.
 constexpr int tile_of(bool paired) { return paired ? TILE / 3 : TILE; }
+// Whether a product has steps long enough to fetch something on its way.
+constexpr bool fetches(bool paired) { return tile_of(paired) > 2; }
 constexpr int rows_of(bool paired) { return std::min(ROWS, tile_of(paired)); }
 constexpr int widest(bool paired, int rows) {
     return rows * 4 <= tile_of(paired) ? 4 : rows * 2 <= tile_of(paired) ? 2 : 1;
@@ -87,8 +89,10 @@ FS_NOINLINE void qk_paired(const float* q, const T* const* block, int64_t step, 
             FS_UNROLL for (int b = 0; b < NB; b++) even[r][b] = odd[r][b] = zero();
         const int64_t end = std::min(first + PAIRED, dim);
         for (int64_t d = first; d < end; d += 2) {
-            soon.fetch();
-            soon.fetch();
+            if constexpr (fetches(true)) {
+                soon.fetch();
+                soon.fetch();
+            }
             vf x[NB], y[NB];
             FS_UNROLL for (int b = 0; b < NB; b++) {
                 x[b] = load_kv(k[b]);
@@ -179,7 +183,7 @@ FS_NOINLINE void pv_paired(const float* p, const Stretch<T>* stretch, int n, int
     for (int i = 0; i < n; i++) {
         const T* v = stretch[i].v + at;
         for (int j = stretch[i].rows; j > 0; j--, p++, v += dim, position++) {
-            soon.fetch();
+            if constexpr (fetches(true)) soon.fetch();
             if (position % PAIRED == 0)
                 FS_UNROLL for (int r = 0; r < RB; r++)
                     FS_UNROLL for (int b = 0; b < NB; b++) {
