@@ -15,11 +15,11 @@ namespace {
 constexpr int CHUNK = 4;
 constexpr int BLOCKS = SPLIT / LANES + 2;
 
-// Whether K and V are widened to float32 once, for all groups of n vectors: widening takes as many
-// instructions of those ports that multiply as two vectors of the group do.
+// Whether K and V are widened to float32 once for all groups of n vectors.  Writing and reading the
+// widened ones costs as much as a second group's own widening does.
 template <bool P, class T>
 constexpr bool widens(int n) {
-    return sizeof(T) < sizeof(float) && n > rows_of(P);
+    return sizeof(T) < sizeof(float) && n > std::max(rows_of(P), ROWS);
 }
 
 // K and V of one kv head.
