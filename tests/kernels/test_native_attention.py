@@ -252,6 +252,23 @@ def test_paired_prefill_has_the_bits_of_its_rows_alone() -> None:
     assert same(rows, [whole[i : i + 1] for i in range(0, 600, 83)])
 
 
+@EACH_ISA
+@pytest.mark.parametrize("shape", [(3, 64), (7, 48), (50, 16), (9, 256)])
+@pytest.mark.parametrize("form", ["bfloat16", "paired"])
+def test_any_number_of_branches(isa: str, shape: tuple[int, int], form: str) -> None:
+    """Few vectors and many: several groups that share widened rows, up to three tiles of equally
+    many, and more heads than three tiles hold."""
+    jobs = fan(17, 550, Shape(*shape), tail=3)
+
+    def rows(k: int, seed: int) -> list[Floats]:
+        layout = Layout(32, seed, bf16=True, paired=form == "paired")
+        return run(jobs[:k], layout, isa=isa, threads=1 + k % 2)
+
+    alone = [run([job], Layout(bf16=True, paired=form == "paired"))[0] for job in jobs]
+    for k in (2, 3, 5, 6, 8, 11, 16, 17):
+        assert same(rows(k, k), alone[:k])
+
+
 def test_windowed_rows_do_not_depend_on_mates_or_chunks() -> None:
     for number, window in itertools.product((0, 4, 7), (5, 64, 600)):
         jobs = forests()[number]

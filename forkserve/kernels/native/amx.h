@@ -25,7 +25,7 @@ struct alignas(64) TileConfig {
     uint16_t bytes[16];
     uint8_t rows[16];
 };
-// All tiles whole.  A constant, not a local: gcc 12 tells the optimiser of 8 of its 64 bytes only.
+// All tiles whole.
 inline constexpr TileConfig WHOLE_TILES = {1,
                                            0,
                                            {},
@@ -35,7 +35,11 @@ inline constexpr TileConfig WHOLE_TILES = {1,
 // Tiles are configured while one of these lives; released, they cost a thread switch nothing.
 class Tiles {
    public:
-    explicit Tiles(const TileConfig& shapes = WHOLE_TILES) { _tile_loadconfig(&shapes); }
+    explicit Tiles(const TileConfig& shapes = WHOLE_TILES) {
+        // gcc 12 tells the optimiser of 8 of the 64 bytes only.
+        __asm__ __volatile__("" : : "r"(&shapes) : "memory");
+        _tile_loadconfig(&shapes);
+    }
     ~Tiles() { _tile_release(); }
     Tiles(const Tiles&) = delete;
 };

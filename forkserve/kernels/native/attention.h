@@ -71,7 +71,7 @@ struct Plan {
     std::vector<Item> items;
     std::vector<int32_t> cut_rows;    // batch rows whose splits are folded in a second pass
     std::vector<int64_t> first_part;  // [n] place of a cut row's first split in `partial`
-    std::vector<float> partial;       // per (cut row, split): H * dim values, H maxima, H sums
+    std::vector<float> partial;       // per (cut row, split, kv head), see `partial_floats`
     std::vector<float> scratch;       // per thread
     int64_t vectors = 0;              // most query vectors of a unit
     int64_t rows_read = 0;            // KV rows read per kv head
@@ -81,6 +81,13 @@ struct Plan {
         return shape.window && position[row] >= shape.window ? position[row] - shape.window + 1 : 0;
     }
     int first_split(int row) const { return low(row) / SPLIT; }
+
+    // What one kv head of a cut row has of a split: group * dim values, maxima, sums.  Whole cache
+    // lines, because two threads write two heads at the same time.
+    int64_t partial_floats() const {
+        return int64_t(shape.group) * shape.dim + 2 * partial_lanes();
+    }
+    int64_t partial_lanes() const { return (shape.group + LANES - 1) / LANES * LANES; }
 };
 
 // Floats that a thread needs for units of so many query vectors.

@@ -1,7 +1,9 @@
 // The paired products of attention on tiles: the same bits as attention_tiles.h, for many vectors.
 //
 // Keys and values are put in pairs for a tile first: two dimensions of 16 keys, two positions of 16
-// values.  All query vectors of a unit use them then.
+// values.  All query vectors of a unit use them then.  A tile that is loaded right after it was
+// written waits until the writes have left the processor's queue, so one is multiplied while the
+// next is made.
 #pragma once
 
 #include "amx.h"
@@ -15,139 +17,224 @@
 namespace fs {
 namespace {
 
-constexpr int SOON = 16;                        // positions whose values are fetched ahead
-constexpr int VALUE_BLOCKS = 4;                 // of positions, whose values are put in pairs at once
 constexpr int TILED_VECTORS = 6;                // fewer take less time on vectors
 constexpr int WEIGHTS = SPLIT + PAIRED;         // bfloat16 from one row of weights to the next
 constexpr int TILE_PAIRS = TILE_ROWS * PAIRED;  // elements of a tile of operands
+constexpr int MOST_GROUPS = 3;                  // of two columns: six sums, and two tiles to multiply
+constexpr int SOON = PAIRED;                    // positions whose values are fetched ahead
 
-// Where one group of 16 results stands, `stride` floats apart.  Of a group that is not whole the
-// rows are elsewhere: those behind them belong to others.
-struct Results {
-    float* at;
-    int64_t stride;
+// n query vectors as groups of equally many rows, a group a tile.  The last one may begin within
+// that before: rows of both are computed twice, with the same bits.
+struct Groups {
+    int count, rows, n;
+    explicit Groups(int n)
+        : count((n + TILE_ROWS - 1) / TILE_ROWS), rows((n + count - 1) / count), n(n) {}
+    int start(int group) const { return std::min(group * rows, n - rows); }
+
+    // Sums are the tiles from 0 on, 2 * group + column; vectors and pairs have one or two each.
+    TileConfig shapes() const {
+        TileConfig shapes = WHOLE_TILES;
+        for (int tile = 0; tile < (count > 2 ? 7 : 6); tile++) shapes.rows[tile] = uint8_t(rows);
+        return shapes;
+    }
 };
 
-// Results [one or two groups of 16 vectors][one or two of 16 columns] = A B, or += with `more`.
-// a: rows of vectors a_stride elements apart; b: tiles of each column, b_step elements apart.
-template <bool TWO_A, bool TWO_B>
-FS_NOINLINE void multiply_tiles(const uint16_t* a, int64_t a_stride, const uint16_t* b,
-                                const uint16_t* next_b, int64_t b_step, int blocks, Results one,
-                                Results two, bool more) {
-    const int64_t row = a_stride * 2;
-    const uint16_t* next_a = a + TILE_ROWS * a_stride;
-    written();
-    if (more) {
-        _tile_loadd(0, one.at, one.stride * 4);
-        if (TWO_B) _tile_loadd(1, one.at + LANES, one.stride * 4);
-        if (TWO_A) _tile_loadd(2, two.at, two.stride * 4);
-        if (TWO_A && TWO_B) _tile_loadd(3, two.at + LANES, two.stride * 4);
-    } else {
-        _tile_zero(0);
-        if (TWO_B) _tile_zero(1);
-        if (TWO_A) _tile_zero(2);
-        if (TWO_A && TWO_B) _tile_zero(3);
+// Where the groups of an operand or a result begin; rows are `stride` bytes apart.
+template <class T>
+struct Grouped {
+    T* at[MOST_GROUPS];
+    int64_t stride;
+
+    Grouped(T* first, int64_t step, const Groups& groups) : stride(step * int64_t(sizeof(T))) {
+        for (int g = 0; g < MOST_GROUPS; g++) at[g] = first + groups.start(g) * step;
     }
-    for (int i = 0; i < blocks; i++, a += PAIRED, next_a += PAIRED, b += b_step, next_b += b_step) {
-        _tile_loadd(4, a, row);
-        _tile_loadd(6, b, TILE_BYTES);
-        _tile_dpbf16ps(0, 4, 6);
-        if (TWO_B) {
-            _tile_loadd(7, next_b, TILE_BYTES);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-        if (TWO_A) {
-            _tile_loadd(5, next_a, row);
-            _tile_dpbf16ps(2, 5, 6);
-        }
-        if (TWO_A && TWO_B) _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, one.at, one.stride * 4);
-    if (TWO_B) _tile_stored(1, one.at + LANES, one.stride * 4);
-    if (TWO_A) _tile_stored(2, two.at, two.stride * 4);
-    if (TWO_A && TWO_B) _tile_stored(3, two.at + LANES, two.stride * 4);
+};
+
+template <int G, bool TWO>
+FS_INLINE void clear_sums() {
+    _tile_zero(0);
+    if (TWO) _tile_zero(1);
+    if (G > 1) _tile_zero(2);
+    if (G > 1 && TWO) _tile_zero(3);
+    if (G > 2) _tile_zero(4);
+    if (G > 2 && TWO) _tile_zero(5);
 }
 
-// The same for n vectors, of which the last group may have fewer than 16, and two columns or one.
-inline void multiply_vectors(const uint16_t* a, int64_t a_stride, int n, const uint16_t* b,
-                             int64_t b_next, int columns, int64_t b_step, int blocks, float* c,
-                             int64_t c_stride, bool more) {
-    alignas(64) float rest[TILE_ROWS * 2 * LANES];
-    const int width = columns * LANES;
-    for (int vec = 0; vec < n; vec += 2 * TILE_ROWS) {
-        const int rows = std::min(n - vec, 2 * TILE_ROWS), part = rows % TILE_ROWS;
-        float* const to = c + vec * c_stride;
-        float* const tail = to + (rows - part) * c_stride;
-        Results one{to, c_stride}, two{to + TILE_ROWS * c_stride, c_stride};
-        if (part) (rows < TILE_ROWS ? one : two) = {rest, 2 * LANES};
-        for (int r = 0; r < part && more; r++)
-            std::copy_n(tail + r * c_stride, width, rest + r * 2 * LANES);
-        auto body = columns > 1 ? multiply_tiles<false, true> : multiply_tiles<false, false>;
-        if (rows > TILE_ROWS)
-            body = columns > 1 ? multiply_tiles<true, true> : multiply_tiles<true, false>;
-        body(a + vec * a_stride, a_stride, b, b + b_next, b_step, blocks, one, two, more);
-        for (int r = 0; r < part; r++)
-            std::copy_n(rest + r * 2 * LANES, width, tail + r * c_stride);
+template <int G, bool TWO>
+FS_INLINE void load_sums(const Grouped<float>& c) {
+    _tile_loadd(0, c.at[0], c.stride);
+    if (TWO) _tile_loadd(1, c.at[0] + LANES, c.stride);
+    if (G > 1) _tile_loadd(2, c.at[1], c.stride);
+    if (G > 1 && TWO) _tile_loadd(3, c.at[1] + LANES, c.stride);
+    if (G > 2) _tile_loadd(4, c.at[2], c.stride);
+    if (G > 2 && TWO) _tile_loadd(5, c.at[2] + LANES, c.stride);
+}
+
+template <int G, bool TWO>
+FS_INLINE void store_sums(const Grouped<float>& c) {
+    _tile_stored(0, c.at[0], c.stride);
+    if (TWO) _tile_stored(1, c.at[0] + LANES, c.stride);
+    if (G > 1) _tile_stored(2, c.at[1], c.stride);
+    if (G > 1 && TWO) _tile_stored(3, c.at[1] + LANES, c.stride);
+    if (G > 2) _tile_stored(4, c.at[2], c.stride);
+    if (G > 2 && TWO) _tile_stored(5, c.at[2] + LANES, c.stride);
+}
+
+// Sums += 32 inputs of the vectors, from `first` on, times those of one or two columns of 16.
+template <int G, bool TWO>
+FS_INLINE void multiply_block(const Grouped<const uint16_t>& a, int64_t first, const uint16_t* b,
+                              const uint16_t* next_b) {
+    if (G < 3) {
+        _tile_loadd(6, b, TILE_BYTES);
+        _tile_loadd(4, a.at[0] + first, a.stride);
+        _tile_dpbf16ps(0, 4, 6);
+        if (G > 1) _tile_loadd(5, a.at[1] + first, a.stride);
+        if (G > 1) _tile_dpbf16ps(2, 5, 6);
+        if (TWO) _tile_loadd(7, next_b, TILE_BYTES);
+        if (TWO) _tile_dpbf16ps(1, 4, 7);
+        if (G > 1 && TWO) _tile_dpbf16ps(3, 5, 7);
+        return;
+    }
+    _tile_loadd(7, b, TILE_BYTES);
+    _tile_loadd(6, a.at[0] + first, a.stride);
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_loadd(6, a.at[1] + first, a.stride);
+    _tile_dpbf16ps(2, 6, 7);
+    _tile_loadd(6, a.at[2] + first, a.stride);
+    _tile_dpbf16ps(4, 6, 7);
+    if (!TWO) return;
+    _tile_loadd(7, next_b, TILE_BYTES);
+    _tile_dpbf16ps(5, 6, 7);
+    _tile_loadd(6, a.at[1] + first, a.stride);
+    _tile_dpbf16ps(3, 6, 7);
+    _tile_loadd(6, a.at[0] + first, a.stride);
+    _tile_dpbf16ps(1, 6, 7);
+}
+
+// call(constant number of groups) for n vectors.
+template <class Call>
+FS_INLINE void by_groups(int n, Call call) {
+    for (int first = 0; first < n; first += MOST_GROUPS * TILE_ROWS) {
+        const Groups groups(std::min(n - first, MOST_GROUPS * TILE_ROWS));
+        const TileConfig shapes = groups.shapes();
+        Tiles tiles(shapes);
+        if (groups.count == 1) call(first, groups, std::integral_constant<int, 1>());
+        if (groups.count == 2) call(first, groups, std::integral_constant<int, 2>());
+        if (groups.count == 3) call(first, groups, std::integral_constant<int, 3>());
     }
 }
 
 // 16 elements of two rows as pairs.
 FS_INLINE void interleave(const uint16_t* a, const uint16_t* b, uint16_t* out) {
-    __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)a));
-    __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)b));
-    _mm512_store_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    alignas(64) static constexpr uint16_t order[32] = {
+        0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512i both = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)a));
+    both = _mm512_inserti64x4(both, _mm256_loadu_si256((const __m256i*)b), 1);
+    _mm512_store_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
 }
 
 inline int64_t padded(int64_t dim) { return (dim + PAIRED - 1) / PAIRED * PAIRED; }
 
-// scores[vector][16 b + i] of n vectors, rounded q [n][padded dim], and `count` blocks of 16 keys.
-// pairs: two tiles for every block of dimensions.
-inline void tile_scores(const uint16_t* q, int n, const uint16_t* const* block, int count,
-                        int64_t step, int64_t dim, uint16_t* pairs, float* scores) {
-    const int64_t wide = padded(dim), each = wide * LANES;
-    for (; count > 0; count -= 2, block += 2, scores += 2 * LANES) {
-        const int columns = std::min(count, 2);
-        for (int c = 0; c < columns; c++) {
-            uint16_t* to = pairs + c * each;
-            // The processor's own read-ahead stops where a page ends.
-            const uint16_t* next = block[std::min(c + 2, count - 1)];
-            for (int64_t d = 0; d < dim; d += 2) {
-                __builtin_prefetch(next + d * step);
-                __builtin_prefetch(next + (d + 1) * step);
-                interleave(block[c] + d * step, block[c] + (d + 1) * step, to + d * LANES);
-            }
-            std::fill(to + dim * LANES, to + each, 0);
+// Keys of up to two blocks of 16, whose rows are `step` apart, in pairs; `next` are fetched.
+inline void pair_keys(const uint16_t* const* block, int columns, const uint16_t* const* next,
+                      int64_t step, int64_t dim, uint16_t* pairs) {
+    const int64_t each = padded(dim) * LANES;
+    for (int c = 0; c < columns; c++) {
+        uint16_t* to = pairs + c * each;
+        // The processor's own read-ahead stops where a page ends.
+        for (int64_t d = 0; d < dim; d += 2) {
+            __builtin_prefetch(next[c] + d * step);
+            if (step > LANES) __builtin_prefetch(next[c] + (d + 1) * step);
+            interleave(block[c] + d * step, block[c] + (d + 1) * step, to + d * LANES);
         }
-        multiply_vectors(q, wide, n, pairs, each, columns, TILE_PAIRS, int(wide / PAIRED), scores,
-                         SCORES, false);
+        std::fill(to + dim * LANES, to + each, 0);
     }
 }
 
-// o += weights * V of n vectors for blocks of 32 positions, some of them at a time, so that their
-// pairs stay in L1.  row(i): the values of position i, or null where there is none.
-template <class Row>
-void tile_values(const uint16_t* weights, int n, int blocks, int64_t dim, Row row, uint16_t* pairs,
-                 float* o) {
-    alignas(64) static constexpr uint16_t none[256] = {};
-    const int64_t step = dim * PAIRED;
-    for (int first = 0; first < blocks; first += VALUE_BLOCKS) {
-        const int last = std::min(first + VALUE_BLOCKS, blocks);
-        uint16_t* to = pairs;
-        for (int i = first * PAIRED; i < last * PAIRED; i += 2) {
-            const uint16_t *a = row(i), *b = row(i + 1);
-            for (int j = i + SOON; j < std::min(i + SOON + 2, blocks * PAIRED); j++)
-                if (const uint16_t* soon = row(j))
-                    for (int64_t d = 0; d < dim; d += TILE_BYTES / 2) __builtin_prefetch(soon + d);
-            if (!a) a = none;
-            if (!b) b = none;
-            for (int64_t d = 0; d < dim; d += LANES)
-                interleave(a + d, b + d, to + d * PAIRED + i % PAIRED * LANES);
-            if (i % PAIRED == PAIRED - 2) to += step;
+// pairs: twice two columns of `padded(dim)` inputs.
+template <int G>
+FS_NOINLINE void group_scores(const uint16_t* q, const Groups& groups, const uint16_t* const* block,
+                              int count, int64_t step, int64_t dim, uint16_t* pairs,
+                              float* scores) {
+    const int64_t wide = padded(dim), each = wide * LANES;
+    const Grouped<const uint16_t> a(q, wide, groups);
+    auto multiply = [&](int first) {
+        const uint16_t* b = pairs + first / 2 % 2 * 2 * each;
+        const Grouped<float> c(scores + first * LANES, SCORES, groups);
+        if (first + 1 < count) {
+            clear_sums<G, true>();
+            for (int64_t d = 0; d < wide; d += PAIRED)
+                multiply_block<G, true>(a, d, b + d * LANES, b + each + d * LANES);
+            store_sums<G, true>(c);
+        } else {
+            clear_sums<G, false>();
+            for (int64_t d = 0; d < wide; d += PAIRED)
+                multiply_block<G, false>(a, d, b + d * LANES, nullptr);
+            store_sums<G, false>(c);
         }
-        for (int64_t d = 0; d < dim; d += 2 * LANES)
-            multiply_vectors(weights + first * PAIRED, WEIGHTS, n, pairs + d * PAIRED, TILE_PAIRS,
-                             dim - d > LANES ? 2 : 1, step, last - first, o + d, WIDE, true);
+    };
+    for (int first = 0; first < count; first += 2) {
+        const uint16_t* next[] = {block[std::min(first + 2, count - 1)],
+                                  block[std::min(first + 3, count - 1)]};
+        pair_keys(block + first, std::min(count - first, 2), next, step, dim,
+                  pairs + first / 2 % 2 * 2 * each);
+        written();
+        if (first) multiply(first - 2);
     }
+    multiply((count - 1) / 2 * 2);
+}
+
+// scores[vector][16 b + i] of n vectors, rounded q [n][padded dim], and `count` blocks of 16 keys.
+inline void tile_scores(const uint16_t* q, int n, const uint16_t* const* block, int count,
+                        int64_t step, int64_t dim, uint16_t* pairs, float* scores) {
+    if (count)
+        by_groups(n, [&](int first, const Groups& groups, auto g) {
+            group_scores<g()>(q + first * padded(dim), groups, block, count, step, dim, pairs,
+                              scores + first * SCORES);
+        });
+}
+
+// o += weights * V for 32 or 16 columns, whose pairs are made from `row` on, of blocks of 32
+// positions.  pairs: twice two tiles.
+template <int G, bool TWO>
+FS_NOINLINE void group_values(const uint16_t* weights, const Groups& groups,
+                              const uint16_t* const* row, int64_t at, int blocks, uint16_t* pairs,
+                              float* o) {
+    const Grouped<const uint16_t> a(weights, WEIGHTS, groups);
+    const Grouped<float> c(o, WIDE, groups);
+    written();
+    load_sums<G, TWO>(c);
+    auto multiply = [&](int i) {
+        const uint16_t* b = pairs + i % 2 * 2 * TILE_PAIRS;
+        multiply_block<G, TWO>(a, i * PAIRED, b, b + TILE_PAIRS);
+    };
+    for (int i = 0; i < blocks; i++) {
+        uint16_t* to = pairs + i % 2 * 2 * TILE_PAIRS;
+        for (int j = 0; j < PAIRED; j += 2, row += 2, to += PAIRED) {
+            __builtin_prefetch(row[SOON] + at);
+            __builtin_prefetch(row[SOON + 1] + at);
+            interleave(row[0] + at, row[1] + at, to);
+            if (TWO) interleave(row[0] + at + LANES, row[1] + at + LANES, to + TILE_PAIRS);
+        }
+        written();
+        if (i) multiply(i - 1);
+    }
+    multiply(blocks - 1);
+    store_sums<G, TWO>(c);
+}
+
+// o += weights * V of n vectors for blocks of 32 positions.  row: [32 blocks + SOON] their values.
+inline void tile_values(const uint16_t* weights, int n, int blocks, int64_t dim,
+                        const uint16_t* const* row, uint16_t* pairs, float* o) {
+    by_groups(n, [&](int first, const Groups& groups, auto g) {
+        const uint16_t* from = weights + first * WEIGHTS;
+        float* to = o + first * WIDE;
+        int64_t d = 0;
+        for (; d + LANES < dim; d += 2 * LANES)
+            group_values<g(), true>(from, groups, row, d, blocks, pairs, to + d);
+        if (d < dim) group_values<g(), false>(from, groups, row, d, blocks, pairs, to + d);
+    });
 }
 
 }  // namespace

@@ -233,7 +233,7 @@ class Builder {
             else
                 unit(tile.row, from, end, 0, INT32_MAX, false);
         }
-        grow(plan_.partial, partials * shape_.kv_heads * shape_.group * (shape_.dim + 2));
+        grow(plan_.partial, partials * shape_.kv_heads * plan_.partial_floats() + LANES);
         grow(plan_.scratch, shape_.threads * scratch_floats(plan_.vectors, shape_.dim));
         std::sort(plan_.units.begin(), plan_.units.end(), [](const Unit& a, const Unit& b) {
             return a.cost != b.cost ? a.cost > b.cost : a.part < b.part;

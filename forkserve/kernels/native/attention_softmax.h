@@ -27,9 +27,10 @@ FS_INLINE vf coarse_exp(vf x) {
 // The sum runs over lanes of the absolute position, since `s` starts at a multiple of 16.
 // Paired, exponentials are rounded before they are summed, and go to `coarse` too if not null, with
 // zeros to the ends of the first and last block of positions.
-template <bool P>
+// meanwhile(): called before each block of exponentials.
+template <bool P, class Meanwhile>
 void softmax(float* s, int begin, int end, int low, int high, float softcap, float* top,
-             float* sum, uint16_t* coarse) {
+             float* sum, uint16_t* coarse, Meanwhile meanwhile) {
     const int first = low / LANES * LANES, last = (high + LANES - 1) / LANES * LANES;
     if (softcap > 0) {
         vf up = set1(softcap), down = set1(1.0f / softcap);
@@ -37,14 +38,20 @@ void softmax(float* s, int begin, int end, int low, int high, float softcap, flo
     }
     std::fill(s + first, s + low, LOWEST);
     std::fill(s + high, s + last, LOWEST);
-    vf peak = load(s + first);
-    for (int i = first + LANES; i < last; i += LANES) peak = max(peak, load(s + i));
-    *top = reduce_max(peak);
+    // The largest of them is the same in any order: four chains, of which none waits for another.
+    vf peak[4];
+    for (vf& x : peak) x = load(s + first);
+    int at = first + LANES;
+    for (; at + 4 * LANES <= last; at += 4 * LANES)
+        for (int i = 0; i < 4; i++) peak[i] = max(peak[i], load(s + at + i * LANES));
+    for (; at < last; at += LANES) peak[0] = max(peak[0], load(s + at));
+    *top = reduce_max(max(max(peak[0], peak[1]), max(peak[2], peak[3])));
     vf shift = set1(*top), total = zero();
     for (int i = first; i < last; i += LANES) {
+        meanwhile();
         vf e = load(s + i) - shift;
         if constexpr (!P) {
-            e = exp(e);
+            e = where_less(e, set1(-87.3f), zero(), exp_within(e));  // none is above 0
         } else {
             e = coarse_exp(e);
             e = coarse ? store_rounded(coarse + i, e) : rounded(e);
@@ -62,23 +69,38 @@ void softmax(float* s, int begin, int end, int low, int high, float softcap, flo
     if (end > last) std::fill(s + last, s + end, 0.0f);
 }
 
-FS_INLINE float exp1(float x) {
-    float lane[LANES];
-    store(lane, exp(set1(x)));
-    return lane[0];
+// Fold the next split of 16 vectors, (m, l), into the scores that scale values and into the sums of
+// exponentials: what there is of values counts `mine` times, what comes `other` times.
+FS_INLINE void fold_sums(vf& top, vf& sum, const float* m, const float* l, float* mine,
+                         float* other) {
+    const vf was = top, now = load(m);
+    top = max(was, now);
+    const vf x = exp(was - top), y = exp(now - top);
+    sum = fma(load(l), y, sum * x);
+    store(mine, x);
+    store(other, y);
 }
 
-// Fold the next split of a vector, (o, m, l), into what there is: values not normalised, the score
-// that scales them, the sum of exponentials.
-void fold(float* into, float* into_m, float* into_l, const float* o, float m, float l,
-          int64_t dim) {
-    float top = *into_m > m ? *into_m : m;
-    float mine = exp1(*into_m - top), other = exp1(m - top);
+FS_INLINE void fold_values(float* into, float mine, const float* o, float other, int64_t dim) {
     vf x = set1(mine), y = set1(other);
     for (int64_t d = 0; d < dim; d += LANES)
         store(into + d, fma(load(o + d), y, load(into + d) * x));
-    *into_l = std::fma(l, other, *into_l * mine);
-    *into_m = top;
+}
+
+// The same of n vectors, values included, which are `stride` floats apart.  Maxima and sums can be
+// read to the next multiple of 16.
+inline void fold(float* into, float* into_m, float* into_l, const float* o, const float* m,
+                 const float* l, int n, int64_t stride, int64_t dim) {
+    for (int first = 0; first < n; first += LANES) {
+        const int count = std::min(n - first, LANES);
+        float mine[LANES], other[LANES];
+        vf top = load(into_m + first), sum = load(into_l + first);
+        fold_sums(top, sum, m + first, l + first, mine, other);
+        store_part(into_m + first, top, count);
+        store_part(into_l + first, sum, count);
+        for (int i = 0; i < count; i++, into += stride, o += stride)
+            fold_values(into, mine[i], o, other[i], dim);
+    }
 }
 
 // Adding 0 makes -0 the same as 0, which is all that masked keys of mates could change.

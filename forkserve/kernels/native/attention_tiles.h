@@ -28,6 +28,8 @@ constexpr int SCORES = SPLIT + LANES;  // and from one row of scores to the next
 
 // Paired products hold three sums for one.
 constexpr int tile_of(bool paired) { return paired ? TILE / 3 : TILE; }
+// Whether a product has steps long enough to fetch something on its way.
+constexpr bool fetches(bool paired) { return tile_of(paired) > 2; }
 constexpr int rows_of(bool paired) { return std::min(ROWS, tile_of(paired)); }
 constexpr int widest(bool paired, int rows) {
     return rows * 4 <= tile_of(paired) ? 4 : rows * 2 <= tile_of(paired) ? 2 : 1;
@@ -36,16 +38,28 @@ constexpr int widest(bool paired, int rows) {
 FS_INLINE vf load_kv(const float* p) { return load(p); }
 FS_INLINE vf load_kv(const uint16_t* p) { return load_bf16(p); }
 
+// What a product fetches on its way, a line a step: a burst of them would fill the processor's queue
+// of misses, and its multipliers would wait.
+struct Soon {
+    const char* at;
+    int64_t step;  // bytes
+    FS_INLINE void fetch() {
+        __builtin_prefetch(at);
+        at += step;
+    }
+};
+
 // scores[r][16 b + i] = sum over d, in order, of q[r][d] * key i of block b.
 template <int RB, int NB, class T>
 FS_NOINLINE void qk(const float* q, const T* const* block, int64_t step, int64_t dim,
-                    float* scores) {
+                    float* scores, Soon soon) {
     vf sum[RB][NB];
     const T* k[NB];
     FS_UNROLL for (int b = 0; b < NB; b++) k[b] = block[b];
     FS_UNROLL for (int r = 0; r < RB; r++)
         FS_UNROLL for (int b = 0; b < NB; b++) sum[r][b] = zero();
     for (int64_t d = 0; d < dim; d++) {
+        soon.fetch();
         vf x[NB];
         FS_UNROLL for (int b = 0; b < NB; b++) {
             x[b] = load_kv(k[b]);
@@ -61,11 +75,11 @@ FS_NOINLINE void qk(const float* q, const T* const* block, int64_t step, int64_t
 }
 
 // The same in pairs: q is rounded, denormal numbers are flushed.
-template <int RB, int NB>
-FS_NOINLINE void qk_paired(const float* q, const uint16_t* const* block, int64_t step, int64_t dim,
-                           float* scores) {
+template <int RB, int NB, class T>
+FS_NOINLINE void qk_paired(const float* q, const T* const* block, int64_t step, int64_t dim,
+                           float* scores, Soon soon) {
     vf total[RB][NB];
-    const uint16_t* k[NB];
+    const T* k[NB];
     FS_UNROLL for (int b = 0; b < NB; b++) k[b] = block[b];
     FS_UNROLL for (int r = 0; r < RB; r++)
         FS_UNROLL for (int b = 0; b < NB; b++) total[r][b] = zero();
@@ -75,10 +89,14 @@ FS_NOINLINE void qk_paired(const float* q, const uint16_t* const* block, int64_t
             FS_UNROLL for (int b = 0; b < NB; b++) even[r][b] = odd[r][b] = zero();
         const int64_t end = std::min(first + PAIRED, dim);
         for (int64_t d = first; d < end; d += 2) {
+            if constexpr (fetches(true)) {
+                soon.fetch();
+                soon.fetch();
+            }
             vf x[NB], y[NB];
             FS_UNROLL for (int b = 0; b < NB; b++) {
-                x[b] = load_bf16(k[b]);
-                y[b] = load_bf16(k[b] + step);
+                x[b] = load_kv(k[b]);
+                y[b] = load_kv(k[b] + step);
                 k[b] += 2 * step;
             }
             FS_UNROLL for (int r = 0; r < RB; r++) {
@@ -99,15 +117,16 @@ FS_NOINLINE void qk_paired(const float* q, const uint16_t* const* block, int64_t
 
 template <bool P, int RB, int NB, class T>
 void qk_rows(const float* q, const T* const* block, int n, int64_t step, int64_t dim,
-             float* scores) {
+             float* scores, Soon soon) {
     for (; n >= NB; n -= NB, block += NB, scores += NB * LANES) {
         if constexpr (P)
-            qk_paired<RB, NB>(q, block, step, dim, scores);
+            qk_paired<RB, NB>(q, block, step, dim, scores, soon);
         else
-            qk<RB, NB>(q, block, step, dim, scores);
+            qk<RB, NB>(q, block, step, dim, scores, soon);
+        soon = {reinterpret_cast<const char*>(q), 0};
     }
     if constexpr (NB > 1)
-        if (n) qk_rows<P, RB, NB / 2>(q, block, n, step, dim, scores);
+        if (n) qk_rows<P, RB, NB / 2>(q, block, n, step, dim, scores, soon);
 }
 
 // Consecutive rows of V.
@@ -120,13 +139,14 @@ struct Stretch {
 // o[r][i] += sum over rows j, in order, of p[r][j] * v[j][i] for NB blocks of 16 values.
 template <int RB, int NB, class T>
 FS_NOINLINE void pv(const float* p, const Stretch<T>* stretch, int n, int64_t at, int64_t dim,
-                    float* o) {
+                    float* o, Soon soon) {
     vf sum[RB][NB];
     FS_UNROLL for (int r = 0; r < RB; r++)
         FS_UNROLL for (int b = 0; b < NB; b++) sum[r][b] = load(o + r * WIDE + b * LANES);
     for (int i = 0; i < n; i++) {
         const T* v = stretch[i].v + at;
         for (int j = stretch[i].rows; j > 0; j--, p++, v += dim) {
+            soon.fetch();
             vf x[NB];
             FS_UNROLL for (int b = 0; b < NB; b++) x[b] = load_kv(v + b * LANES);
             FS_UNROLL for (int r = 0; r < RB; r++) {
@@ -141,9 +161,9 @@ FS_NOINLINE void pv(const float* p, const Stretch<T>* stretch, int n, int64_t at
 
 // The same in pairs.  o is [total, even, odd], `plane` floats apart: sums of a block of positions
 // that an item leaves unfinished are there for the next one.  `position`: of the first row.
-template <int RB, int NB>
-FS_NOINLINE void pv_paired(const float* p, const Stretch<uint16_t>* stretch, int n, int position,
-                           int64_t at, int64_t dim, float* o, int64_t plane) {
+template <int RB, int NB, class T>
+FS_NOINLINE void pv_paired(const float* p, const Stretch<T>* stretch, int n, int position,
+                           int64_t at, int64_t dim, float* o, int64_t plane, Soon soon) {
     vf total[RB][NB], even[RB][NB], odd[RB][NB];
     FS_UNROLL for (int r = 0; r < RB; r++)
         FS_UNROLL for (int b = 0; b < NB; b++) {
@@ -152,17 +172,18 @@ FS_NOINLINE void pv_paired(const float* p, const Stretch<uint16_t>* stretch, int
             even[r][b] = load(from + plane);
             odd[r][b] = load(from + 2 * plane);
         }
-    auto add = [&](vf(&sum)[RB][NB], const uint16_t* v) {
+    auto add = [&](vf(&sum)[RB][NB], const T* v) {
         vf x[NB];
-        FS_UNROLL for (int b = 0; b < NB; b++) x[b] = load_bf16(v + b * LANES);
+        FS_UNROLL for (int b = 0; b < NB; b++) x[b] = load_kv(v + b * LANES);
         FS_UNROLL for (int r = 0; r < RB; r++) {
             vf y = set1(p[r * SCORES]);
             FS_UNROLL for (int b = 0; b < NB; b++) sum[r][b] = fma(y, x[b], sum[r][b]);
         }
     };
     for (int i = 0; i < n; i++) {
-        const uint16_t* v = stretch[i].v + at;
+        const T* v = stretch[i].v + at;
         for (int j = stretch[i].rows; j > 0; j--, p++, v += dim, position++) {
+            if constexpr (fetches(true)) soon.fetch();
             if (position % PAIRED == 0)
                 FS_UNROLL for (int r = 0; r < RB; r++)
                     FS_UNROLL for (int b = 0; b < NB; b++) {
@@ -196,15 +217,16 @@ inline void settle(float* o, int n, int64_t dim, int64_t plane) {
 
 template <bool P, int RB, int NB, class T>
 void pv_rows(const float* p, const Stretch<T>* stretch, int n, int position, int64_t at,
-             int64_t dim, float* o, int64_t plane) {
+             int64_t dim, float* o, int64_t plane, Soon soon) {
     for (; dim - at >= NB * LANES; at += NB * LANES) {
         if constexpr (P)
-            pv_paired<RB, NB>(p, stretch, n, position, at, dim, o + at, plane);
+            pv_paired<RB, NB>(p, stretch, n, position, at, dim, o + at, plane, soon);
         else
-            pv<RB, NB>(p, stretch, n, at, dim, o + at);
+            pv<RB, NB>(p, stretch, n, at, dim, o + at, soon);
+        soon = {reinterpret_cast<const char*>(p), 0};
     }
     if constexpr (NB > 1)
-        if (at < dim) pv_rows<P, RB, NB / 2>(p, stretch, n, position, at, dim, o, plane);
+        if (at < dim) pv_rows<P, RB, NB / 2>(p, stretch, n, position, at, dim, o, plane, soon);
 }
 
 // call(first, constant number of rows) over groups of at most MOST, as even as can be.

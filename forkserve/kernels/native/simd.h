@@ -202,8 +202,7 @@ FS_INLINE void store_part(float* p, vf x, int n) {
 // e^x within 1.1 units in the last place for x in [-87.3, 88.3]; 0 below, as if 88.3 above.
 // Cody and Waite's reduction to |r| <= ln(2)/2, then a polynomial of degree 7 (Taylor's, whose
 // remainder is 4e-9 there).
-FS_INLINE vf exp(vf x) {
-    vf y = min(max(x, set1(-87.3f)), set1(88.3f));
+FS_INLINE vf exp_within(vf y) {  // of that range only
     vf n = round(y * set1(1.44269504088896341f));
     vf r = fma(n, set1(-0.693359375f), y);
     r = fma(n, set1(2.12194440e-4f), r);
@@ -214,7 +213,11 @@ FS_INLINE vf exp(vf x) {
     p = fma(p, r, set1(1.0f / 6));
     p = fma(p, r, set1(0.5f));
     p = fma(p * r, r, r) + set1(1.0f);
-    return where_less(x, set1(-87.3f), zero(), p * exp2_whole(n));
+    return p * exp2_whole(n);
+}
+FS_INLINE vf exp(vf x) {
+    vf y = exp_within(min(max(x, set1(-87.3f)), set1(88.3f)));
+    return where_less(x, set1(-87.3f), zero(), y);
 }
 
 // tanh x within 2e-7 (absolute), 1 - 2 / (e^2x + 1).
