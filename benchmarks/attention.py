@@ -25,6 +25,7 @@ from forkserve.types import Span, Work
 # The shape of SmolLM2-135M.  Layers are memory of their own, so that no cache holds the trunk.
 LAYERS, KV_HEADS, GROUP, DIM, PAGE = 30, 3, 3, 64, 16
 SCRATCH = 64  # pages
+WARM_S = 0.03
 PRODUCT = 1024  # rows and columns of a matrix product, the ceiling of arithmetic
 # Of KV and operands: those of the variants float32, int8, and bfloat16 and w8a16.
 KINDS = {
@@ -269,8 +270,11 @@ def forest(count: int, nodes: int | None, steps: int) -> tuple[list[Branch], int
 
 
 def warm(call: Callable[[], object]) -> float:
-    """ms of a call right after one like it: threads of the kernel before spin on for a while."""
+    """ms of a call right after some like it: threads of the kernel before spin on for a while."""
+    end = time.perf_counter() + WARM_S
     call()
+    while time.perf_counter() < end:
+        call()
     return ms(call)
 
 

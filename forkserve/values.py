@@ -8,8 +8,6 @@ from operator import index
 from sys import float_info
 from typing import Any
 
-import numpy as np
-
 from forkserve.errors import ConfigError
 
 __all__ = [
@@ -46,7 +44,11 @@ def whole(name: str, value: Any) -> int:
 
 def flag(name: str, value: Any) -> bool:
     """True or False (numpy's too), and nothing that is merely true.  Raises ConfigError."""
-    if not isinstance(value, bool | np.bool_):
+    if isinstance(value, bool):
+        return value
+    import numpy as np  # here, because commands start without it
+
+    if not isinstance(value, np.bool_):
         raise ConfigError(f"{name}={value!r} must be True or False")
     return bool(value)
 
