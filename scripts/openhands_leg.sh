@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Run the tests of the OpenHands adapter against the real SDK, in an environment of its own: the SDK
 # wants Python 3.12 or newer, the rest of ForkServe 3.11.  Without such a Python it says so and is
-# content.  Usage: scripts/openhands_leg.sh [PYTEST ARGUMENTS]
+# content.  Usage: scripts/openhands_leg.sh [--packages | PYTEST ARGUMENTS]
+# --packages: only install what the leg needs besides ForkServe, which takes most of its time and can
+# be done beside `make setup`: it compiles nothing.
 # FORKSERVE_PY312 names the interpreter, if it is not found by itself.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,21 +28,32 @@ fi
 
 venv=.venv-openhands
 stamp=$venv/.installed
+packages=$venv/.packages
 needs=(pyproject.toml constraints.txt constraints-openhands.txt scripts/openhands_leg.sh)
-fresh() {
+newer() { # than all that it was made from
     local file
     for file in "${needs[@]}"; do
-        [[ $stamp -nt $file ]] || return 1
+        [[ $1 -nt $file ]] || return 1
     done
 }
-if ! fresh; then
-    begin=$SECONDS
+pip="$venv/bin/python -m pip --quiet --quiet --disable-pip-version-check install --no-compile"
+begin=$SECONDS
+if ! newer $packages; then
     [[ -x $venv/bin/python ]] || "$python" -m venv --clear $venv
-    pip="$venv/bin/python -m pip --quiet --quiet --disable-pip-version-check install --no-compile"
-    pins="-c constraints.txt -c constraints-openhands.txt"
-    $pip $pins hatchling editables
-    $pip $pins --no-build-isolation -e '.[openhands]' \
-        hypothesis pytest pytest-asyncio pytest-timeout
+    mapfile -t wanted < <($venv/bin/python - <<'PY'
+import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*project["dependencies"], *project["optional-dependencies"]["openhands"], sep="\n")
+PY
+)
+    $pip -c constraints.txt -c constraints-openhands.txt "${wanted[@]}" \
+        editables hatchling hypothesis pytest pytest-asyncio pytest-timeout
+    touch $packages
+    echo "Packages installed into $venv in $((SECONDS - begin)) s"
+fi
+[[ ${1:-} != --packages ]] || exit 0
+if ! newer $stamp; then
+    $pip --no-deps --no-build-isolation -e .
     touch $stamp
     echo "Installed into $venv in $((SECONDS - begin)) s"
 fi

@@ -362,7 +362,7 @@ class Core:
         }
         return EngineStats(
             live_pages=pool.live_pages,
-            shared_pages=sum(refs > 1 for refs in pool.refs),
+            shared_pages=pool.capacity - pool.refs.count(0) - pool.refs.count(1),
             speculative_pages=len(speculative),
             index_pages=pool.index_only,
             free_pages=pool.free_pages,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from itertools import compress
 
 from forkserve.tree.index import PrefixIndex
 from forkserve.tree.node import Node, Segment
@@ -103,6 +104,13 @@ def check_references(
             for segment in node.segments:
                 expected.update(segment.pages)
     listed = Counter(index.pages()) if index is not None else Counter()
+    wanted, marks = list(pool.pins), [0] * pool.capacity
+    for page, count in listed.items():
+        marks[page] = count
+    for page, count in (expected + listed).items():
+        wanted[page] += count
+    if pool.refs == wanted and list(pool.indexed) == marks:
+        return  # as nearly always: only what is wrong is looked at page by page
     for page in range(pool.capacity):
         assert listed[page] == pool.indexed[page], f"page {page}: index and mark disagree"
         want = expected[page] + pool.pins[page] + listed[page]
@@ -113,24 +121,16 @@ def check_references(
 
 
 def check_partition(pool: PagePool) -> None:
-    """free + private + shared + index-only = total, each page in one class."""
-    free = private = shared = index_only = 0
-    for page in range(pool.capacity):
-        if pool.refs[page] == 0:
-            free += 1
-        elif pool.refs[page] > 1:
-            shared += 1
-        elif pool.indexed[page]:
-            index_only += 1
-        else:
-            private += 1
+    """free + private + shared + index-only = total: what the pool counts is what the pages say."""
+    assert min(pool.refs, default=0) >= 0, "a page has fewer than no references"
+    free = pool.refs.count(0)
+    index_only = list(compress(pool.refs, pool.indexed)).count(1)
     assert free == pool.free_pages == len(set(pool._free)), (
         f"{free} pages have no reference but {pool.free_pages} are in the free list"
     )
     assert index_only == pool.index_only, (
         f"{index_only} index-only pages, {pool.index_only} counted"
     )
-    assert free + private + shared + index_only == pool.capacity
 
 
 def standing_rows(
@@ -141,7 +141,7 @@ def standing_rows(
     begun: segments that have no row yet.  No work may write these slots.
     """
     size, skipped = pool.page_size, set(map(id, begun))
-    rows = {page: size for page in range(pool.capacity) if pool.read_only[page]}
+    rows = dict.fromkeys(compress(range(pool.capacity), pool.read_only), size)
     for tree in trees:
         for node in [*tree, *tree.dead]:
             for segment in node.segments:

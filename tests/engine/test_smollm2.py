@@ -17,7 +17,8 @@ from forkserve.types import Batch, Work
 from .conftest import assert_close, reference
 from .rig import Rig, greedy
 
-# One worker, so that Hugging Face's model and tokenizer are made once.
+# One worker, so that Hugging Face's model and tokenizer are made once: for the session, because
+# tests on one kind of kernels run before those of another, and other modules' between them.
 pytestmark = [pytest.mark.model, pytest.mark.xdist_group("smollm2")]
 
 TEXT = (
@@ -41,7 +42,7 @@ _HF_NAMES = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def hugging_face(smollm2_file: Path) -> Any:
     """transformers' Llama with the weights as gguf's own reader gives them.
 
@@ -79,7 +80,7 @@ def hugging_face(smollm2_file: Path) -> Any:
     return model.eval()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def their_tokenizer(smollm2_file: Path) -> Any:
     import transformers
 
