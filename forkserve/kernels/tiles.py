@@ -201,7 +201,7 @@ def _tables(
 ) -> tuple[TilePlan, Longs]:
     """The draft as tables, and where each of its tiles went.  keys: see `_keys`."""
     # Level by level; in each small tiles first, the longest of a kind before the others.
-    large = draft.sizes > tiling.small_rows
+    large = _large(draft, tiling)
     order = np.lexsort((draft.lows - draft.ends, large, draft.levels))
     place = np.empty_like(order)
     place[order] = np.arange(order.size)
@@ -256,6 +256,21 @@ def _tables(
         block=tiling.block,
     )
     return plan, place
+
+
+def _large(draft: Draft, tiling: Tiling) -> Bools:
+    """Which tiles run in large blocks: those with many rows, and a few small ones beside them.
+
+    Kinds are launches of their own, one after the other.  A small tile in a large block reads no
+    more, so where there are large ones, a launch for small ones has to be worth its cost.
+    """
+    large = draft.sizes > tiling.small_rows
+    keys = draft.ends - draft.lows
+    for level in range(LEVELS):
+        here = draft.levels == level
+        if large[here].any() and keys[here & ~large].sum() * tiling.kv_heads < tiling.level_cost:
+            large |= here
+    return large
 
 
 def _keys(pieces: Sequence[Piece], spare: Longs, size: int) -> tuple[Ints, Longs]:
