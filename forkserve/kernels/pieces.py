@@ -37,6 +37,7 @@ TILE_COST = 32  # starting a tile
 # A launch that waits for the one before: its start, the last tiles of that one, and the way to its
 # own first keys take some 4 microseconds, in which an H200 reads 16 MB, the keys of all heads.
 LEVEL_COST = 32768
+WAVE = 512  # tiles, each under one KV head, that an H200 works on at a time: 4 in a multiprocessor
 
 
 def block_rows(group: int, lines: int) -> int:
@@ -49,7 +50,7 @@ class Tiling:
     """What a plan depends on besides the works.  group: query heads of one KV head.
 
     split and block belong to what a row's bits are; the costs only to how fast they come.
-    level_cost: in keys, those of `kv_heads` heads together.
+    level_cost: in keys, those of `kv_heads` heads together.  wave: see `WAVE`.
     """
 
     page_size: int
@@ -59,6 +60,7 @@ class Tiling:
     block: int = BLOCK
     level_cost: int = LEVEL_COST
     kv_heads: int = 8
+    wave: int = WAVE
 
     @cached_property
     def small_rows(self) -> int:

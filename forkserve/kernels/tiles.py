@@ -262,13 +262,13 @@ def _large(draft: Draft, tiling: Tiling) -> Bools:
     """Which tiles run in large blocks: those with many rows, and a few small ones beside them.
 
     Kinds are launches of their own, one after the other.  A small tile in a large block reads no
-    more, so where there are large ones, a launch for small ones has to be worth its cost.
+    more, so beside large ones the small ones have a launch only if they fill the GPU by themselves.
     """
     large = draft.sizes > tiling.small_rows
-    keys = draft.ends - draft.lows
     for level in range(LEVELS):
         here = draft.levels == level
-        if large[here].any() and keys[here & ~large].sum() * tiling.kv_heads < tiling.level_cost:
+        small = np.count_nonzero(here & ~large)
+        if large[here].any() and small * tiling.kv_heads < tiling.wave:
             large |= here
     return large
 

@@ -165,15 +165,14 @@ def test_a_level_is_worth_more_where_more_heads_read() -> None:
 
 
 def test_a_few_small_tiles_run_beside_the_large_ones() -> None:
-    """8 branches over 1,024 rows: two tiles of all, and 8 whose keys are not worth a launch."""
-    for tail in (4, 150):
-        plan = plan_tiles(fan(8, 1024, tail), Tiling(16, 4), SCRATCH)
-        assert plan.counts.tolist() == [[0, 10], [0, 0], [0, 0]]
-    many = fan(40, 1024, 120)
+    """Two tiles of 8 branches over 1,024 rows, and one of each; 64 of these would fill a GPU."""
+    plan = plan_tiles(fan(8, 1024), Tiling(16, 4), SCRATCH)
+    assert plan.counts.tolist() == [[0, 10], [0, 0], [0, 0]]
+    many = fan(64, 1024)
     plan = plan_tiles(many, Tiling(16, 4), SCRATCH)
-    assert plan.counts.tolist() == [[40, 10], [0, 0], [0, 0]], "40 * 121 keys of 8 heads"
-    plan = plan_tiles(many, Tiling(16, 4, kv_heads=6), SCRATCH)
-    assert plan.counts.tolist() == [[0, 50], [0, 0], [0, 0]], "of 6 heads they are few"
+    assert plan.counts.tolist() == [[64, 16], [0, 0], [0, 0]]
+    plan = plan_tiles(many, Tiling(16, 4, kv_heads=7), SCRATCH)
+    assert plan.counts.tolist() == [[0, 80], [0, 0], [0, 0]]
     assert seen(plan, Tiling(16, 4)) == wanted(many, 16)
 
 

@@ -30,7 +30,7 @@ def small_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells and blocks so small that short prompts fill many, and every state is worth leaving."""
 
     def tiling(page: int, group: int, window: int, **_: int) -> Tiling:
-        return Tiling(page, group, window, split=32, block=LEAST, level_cost=0)
+        return Tiling(page, group, window, split=32, block=LEAST, level_cost=0, wave=0)
 
     monkeypatch.setattr(runners, "Tiling", tiling)
 
