@@ -133,9 +133,13 @@ def _within(
         for more in environments:
             out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
             process = subprocess.Popen(
-                call, cwd=ROOT, env={**common, **more}, stdout=out, stderr=err,
+                call,
+                cwd=ROOT,
+                env={**common, **more},
+                stdout=out,
+                stderr=err,
                 start_new_session=True,
-            )  # fmt: skip
+            )
             stack.callback(_end, process)
             running.append((process, out, err))
         for process, out, err in running:
@@ -164,7 +168,6 @@ def benchmarks(
     """Every table, row by row while there is time; what was left out or failed is said.
 
     A table is left at its third failure: a GPU that has met a fault answers nothing any more.
-
     They go to `tables` as they come.
     """
     import torch
