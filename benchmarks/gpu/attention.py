@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.products import Products
+from benchmarks.gpu.products import Products, Row, Rows
 from benchmarks.gpu.shapes import AGENTS, FASTTREE, HEADS, Batch, Tree, batch, flat, works_of
 from benchmarks.gpu.timing import Ceiling, agree, milliseconds, replayed
 from forkserve.kernels.pieces import LEVEL_COST, SPLIT, Tiling
@@ -46,7 +46,7 @@ class Sizes:
         TileShape(4, 5),
         TileShape(8, 4),
     )
-    costs: Sequence[int] = (0, 512, 2048, 8192)
+    costs: Sequence[int] = (0, LEVEL_COST // 4, LEVEL_COST, 4 * LEVEL_COST)
     products: Products = field(default_factory=Products)
     budget_s: float = 0.25
 
@@ -70,8 +70,8 @@ class Problem:
         cost: int = LEVEL_COST,
     ) -> Callable[[], torch.Tensor]:
         """The tile kernel and the merge over a plan of `works`."""
-        group = self.heads[0] // self.heads[1]
-        tiling = Tiling(PAGE, group, split=split, level_cost=cost)
+        query, kv = self.heads
+        tiling = Tiling(PAGE, query // kv, split=split, level_cost=cost, kv_heads=kv)
         plan = plan_tiles(works, tiling, self.made.pages * PAGE)
         sent = DevicePlan.exact(plan, self.device)
         partials = Partials(plan.rows.size, self.heads[0], self.dim, self.device)
@@ -123,86 +123,126 @@ class Problem:
         return 4 * self.made.copied * self.heads[0] * self.dim
 
     def least(self, top: Ceiling) -> tuple[float, str]:
-        """(ms, what bounds it): every node read once, or products where those take longer."""
-        bytes_ms = self.bytes(self.made.shared) / top.copy_gbs / 1e6
-        flops_ms = self.flops / top.gemm_tflops / 1e9
-        return (bytes_ms, "memory") if bytes_ms >= flops_ms else (flops_ms, "products")
+        """(ms, what bounds it): every node read once, or what takes longer than that.
 
-
-Rows = Iterator[dict[str, Any]]
+        "memory", "products", or "launches" where the kernels start for longer than they work.
+        """
+        bounds = {
+            "memory": self.bytes(self.made.shared) / top.copy_gbs / 1e6,
+            "products": self.flops / top.gemm_tflops / 1e9,
+            "launches": top.launch_ms,
+        }
+        bound = max(bounds, key=lambda name: bounds[name])
+        return bounds[bound], bound
 
 
 def paged(sizes: Sizes, device: torch.device, top: Ceiling) -> Rows:
     """Decode over sequences that share nothing, as a share of copy bandwidth."""
     for sequences, context in sizes.paged:
-        problem = Problem(batch(sequences, context, PAGE), PAGED_HEADS, sizes.dim, device)
-        ms = milliseconds(problem.kernel(problem.made.works), device, sizes.budget_s)
-        gbs = problem.bytes(problem.made.copied) / ms / 1e6
-        counted = sequences >= 8 and context >= 8192
-        yield {
-            "batch": sequences,
-            "context": context,
-            "ms": ms,
-            "gb_s": gbs,
-            "copy_gb_s": top.copy_gbs,
-            "share": gbs / top.copy_gbs,
-            "goal": 0.8 if counted else None,
-        }
+        yield partial(_paged, sizes, device, top, sequences, context)
+
+
+def _paged(sizes: Sizes, device: torch.device, top: Ceiling, sequences: int, context: int) -> Row:
+    problem = Problem(batch(sequences, context, PAGE), PAGED_HEADS, sizes.dim, device)
+    ms = milliseconds(problem.kernel(problem.made.works), device, sizes.budget_s)
+    gbs = problem.bytes(problem.made.copied) / ms / 1e6
+    counted = sequences >= 8 and context >= 8192
+    return {
+        "batch": sequences,
+        "context": context,
+        "ms": ms,
+        "gb_s": gbs,
+        "copy_gb_s": top.copy_gbs,
+        "share": gbs / top.copy_gbs,
+        "goal": 0.8 if counted else None,
+    }
 
 
 def trees(sizes: Sizes, device: torch.device, top: Ceiling) -> Rows:
     """Decode over trees, beside the same kernel without sharing and torch per sequence.
 
     share: of the least time in which every node is read once at copy bandwidth, or, where products
-    take longer than that, of the time at the measured product rate (bound).
+    or empty launches take longer than that, of their measured time (bound).
     """
     for tree, heads in itertools.product(sizes.trees, sizes.heads):
-        problem = Problem(works_of(tree, PAGE), heads, sizes.dim, device)
-        made = problem.made
-        ours = problem.kernel(made.works)
-        alone = problem.kernel(flat(made))
-        agree(ours(), alone())
-        ms = milliseconds(ours, device, sizes.budget_s)
-        flat_ms = milliseconds(alone, device, sizes.budget_s)
-        sdpa_ms = None
-        each = problem.sdpa()
-        if each is not None:
-            agree(ours(), each())
-            sdpa_ms = milliseconds(each, device, sizes.budget_s)
-        ideal_ms, bound = problem.least(top)
-        yield {
-            "tree": tree.name,
-            "heads": f"{heads[0]}/{heads[1]}",
-            "k": len(made.works),
-            "ms": ms,
-            "ideal_ms": ideal_ms,
-            "bound": bound,
-            "share": ideal_ms / ms,
-            "goal": 0.7 if bound == "memory" else None,
-            "flat_ms": flat_ms,
-            "sdpa_ms": sdpa_ms,
-            "over_flat": flat_ms / ms,
-            "over_sdpa": None if sdpa_ms is None else sdpa_ms / ms,
-        }
-        del problem, ours, alone, each  # before the next one takes memory
+        yield partial(_tree, sizes, device, top, tree, heads)
+
+
+def _tree(
+    sizes: Sizes, device: torch.device, top: Ceiling, tree: Tree, heads: tuple[int, int]
+) -> Row:
+    problem = Problem(works_of(tree, PAGE), heads, sizes.dim, device)
+    made = problem.made
+    ours = problem.kernel(made.works)
+    alone = problem.kernel(flat(made))
+    agree(ours(), alone())
+    ms = milliseconds(ours, device, sizes.budget_s)
+    flat_ms = milliseconds(alone, device, sizes.budget_s)
+    sdpa_ms = None
+    each = problem.sdpa()
+    if each is not None:
+        agree(ours(), each())
+        sdpa_ms = milliseconds(each, device, sizes.budget_s)
+    ideal_ms, bound = problem.least(top)
+    return {
+        "tree": tree.name,
+        "heads": f"{heads[0]}/{heads[1]}",
+        "k": len(made.works),
+        "ms": ms,
+        "ideal_ms": ideal_ms,
+        "bound": bound,
+        "share": ideal_ms / ms,
+        "goal": 0.7 if bound == "memory" else None,
+        "flat_ms": flat_ms,
+        "sdpa_ms": sdpa_ms,
+        "over_flat": flat_ms / ms,
+        "over_sdpa": None if sdpa_ms is None else sdpa_ms / ms,
+    }
 
 
 def tuning(sizes: Sizes, device: torch.device, top: Ceiling) -> Rows:
     """Split sizes and shapes of small tiles, on one paged batch: which defaults would be best."""
     problem = Problem(batch(*sizes.tuned, PAGE), PAGED_HEADS, sizes.dim, device)
     for split, shape in itertools.product(sizes.splits, (None, *sizes.shapes)):
-        run = problem.kernel(problem.made.works, split, shape)
-        ms = milliseconds(run, device, sizes.budget_s)
-        gbs = problem.bytes(problem.made.copied) / ms / 1e6
-        name = "default" if shape is None else f"{shape.warps}w{shape.stages}s"
-        yield {"split": split, "shape": name, "ms": ms, "share": gbs / top.copy_gbs}
+        yield partial(_tuned, sizes, device, top, problem, split, shape)
+
+
+def _tuned(
+    sizes: Sizes,
+    device: torch.device,
+    top: Ceiling,
+    problem: Problem,
+    split: int,
+    shape: TileShape | None,
+) -> Row:
+    run = problem.kernel(problem.made.works, split, shape)
+    ms = milliseconds(run, device, sizes.budget_s)
+    gbs = problem.bytes(problem.made.copied) / ms / 1e6
+    name = "default" if shape is None else f"{shape.warps}w{shape.stages}s"
+    return {"split": split, "shape": name, "ms": ms, "share": gbs / top.copy_gbs}
 
 
 def levels(sizes: Sizes, device: torch.device, top: Ceiling) -> Rows:
     """What a launch that waits for the one before may cost, over trees: the planner's rule."""
-    heads = sizes.heads[len(sizes.heads) // 2]
-    for tree, cost in itertools.product(sizes.trees, sizes.costs):
-        problem = Problem(works_of(tree, PAGE), heads, sizes.dim, device)
-        ms = milliseconds(problem.kernel(problem.made.works, cost=cost), device, sizes.budget_s / 4)
-        share = problem.least(top)[0] / ms
-        yield {"tree": tree.name, "level_cost": cost, "ms": ms, "share": share}
+    for tree, heads, cost in itertools.product(sizes.trees, sizes.heads, sizes.costs):
+        yield partial(_level, sizes, device, top, tree, heads, cost)
+
+
+def _level(
+    sizes: Sizes,
+    device: torch.device,
+    top: Ceiling,
+    tree: Tree,
+    heads: tuple[int, int],
+    cost: int,
+) -> Row:
+    problem = Problem(works_of(tree, PAGE), heads, sizes.dim, device)
+    run = problem.kernel(problem.made.works, cost=cost)
+    ms = milliseconds(run, device, sizes.budget_s / 4)
+    return {
+        "tree": tree.name,
+        "heads": f"{heads[0]}/{heads[1]}",
+        "level_cost": cost,
+        "ms": ms,
+        "share": problem.least(top)[0] / ms,
+    }

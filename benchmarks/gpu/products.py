@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ __all__ = ["Products", "products", "shapes"]
 
 # Outputs x inputs: query, key and value; attention's result; gate and up; down; the head.
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+
+Row = dict[str, Any]
+Rows = Iterator[Callable[[], Row]]  # each is measured when it is called
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ def _bytes(weight: Weight, rows: int) -> int:
     return sum(t.numel() * t.element_size() for t in tensors) + 2 * rows * (outs + inputs)
 
 
-def _row(bytes_: int, flops: int, top: Ceiling, ms: float) -> dict[str, Any]:
+def _row(bytes_: int, flops: int, top: Ceiling, ms: float) -> Row:
     bytes_ms, flops_ms = bytes_ / top.copy_gbs / 1e6, flops / top.gemm_tflops / 1e9
     return {
         "ms": ms,
@@ -71,39 +75,56 @@ def _row(bytes_: int, flops: int, top: Ceiling, ms: float) -> dict[str, Any]:
     }
 
 
-def products(sizes: Products, device: torch.device, top: Ceiling) -> Iterator[dict[str, Any]]:
+def products(sizes: Products, device: torch.device, top: Ceiling) -> Rows:
     """Each product for a few numbers of rows; share: of the ceiling that binds."""
-    for (outs, inputs), rows, kind in itertools.product(sizes.weights, sizes.rows, sizes.kinds):
-        if rows > sizes.most_rows and (outs == max(sizes.weights)[0] or kind == "int8"):
+    for weights, rows, kind in itertools.product(sizes.weights, sizes.rows, sizes.kinds):
+        if rows > sizes.most_rows and (weights[0] == max(sizes.weights)[0] or kind == "int8"):
             continue
-        x, weight, full = _problem(rows, outs, inputs, kind, device)
-        ours = replayed(lambda x=x, weight=weight: linear(x, weight), device)
-        theirs = replayed(lambda x=x, full=full: F.linear(x, full), device)
-        agree(ours(), theirs(), 2e-2)
-        ms = milliseconds(ours, device, sizes.budget_s)
-        torch_ms = milliseconds(theirs, device, sizes.budget_s)
-        yield {
-            "outputs": outs,
-            "inputs": inputs,
-            "rows": rows,
-            "weights": kind,
-            **_row(_bytes(weight, rows), 2 * rows * outs * inputs, top, ms),
-            "torch_bf16_ms": torch_ms,
-            "over_torch": torch_ms / ms,
-        }
-        del x, weight, full, ours, theirs
+        yield partial(_product, sizes, device, top, weights, rows, kind)
 
 
-def shapes(sizes: Products, device: torch.device, top: Ceiling) -> Iterator[dict[str, Any]]:
+def _product(
+    sizes: Products,
+    device: torch.device,
+    top: Ceiling,
+    weights: tuple[int, int],
+    rows: int,
+    kind: str,
+) -> Row:
+    outs, inputs = weights
+    x, weight, full = _problem(rows, outs, inputs, kind, device)
+    ours = replayed(lambda: linear(x, weight), device)
+    theirs = replayed(lambda: F.linear(x, full), device)
+    agree(ours(), theirs(), 2e-2)
+    ms = milliseconds(ours, device, sizes.budget_s)
+    torch_ms = milliseconds(theirs, device, sizes.budget_s)
+    return {
+        "outputs": outs,
+        "inputs": inputs,
+        "rows": rows,
+        "weights": kind,
+        **_row(_bytes(weight, rows), 2 * rows * outs * inputs, top, ms),
+        "torch_bf16_ms": torch_ms,
+        "over_torch": torch_ms / ms,
+    }
+
+
+def shapes(sizes: Products, device: torch.device, top: Ceiling) -> Rows:
     """Shapes of a tile for few and for many rows: which defaults would be best."""
     for rows in (*sizes.rows[:1], *sizes.rows[-1:]):
-        x, weight, _ = _problem(rows, *sizes.tuned, "bfloat16", device)
         for shape in (None, *sizes.shapes):
-            run = replayed(lambda x=x, w=weight, s=shape: linear(x, w, shape=s), device)
-            ms = milliseconds(run, device, sizes.budget_s)
-            flops = 2 * rows * weight.values.numel()
-            share = _row(_bytes(weight, rows), flops, top, ms)["share"]
-            name = "default"
-            if shape is not None:
-                name = f"{shape.rows}x{shape.outs} {shape.warps}w{shape.stages}s"
-            yield {"rows": rows, "shape": name, "ms": ms, "share": share}
+            yield partial(_shaped, sizes, device, top, rows, shape)
+
+
+def _shaped(
+    sizes: Products, device: torch.device, top: Ceiling, rows: int, shape: LinearShape | None
+) -> Row:
+    x, weight, _ = _problem(rows, *sizes.tuned, "bfloat16", device)
+    run = replayed(lambda: linear(x, weight, shape=shape), device)
+    ms = milliseconds(run, device, sizes.budget_s)
+    flops = 2 * rows * weight.values.numel()
+    share = _row(_bytes(weight, rows), flops, top, ms)["share"]
+    name = (
+        "default" if shape is None else f"{shape.rows}x{shape.outs} {shape.warps}w{shape.stages}s"
+    )
+    return {"rows": rows, "shape": name, "ms": ms, "share": share}

@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["Ceiling", "agree", "ceiling", "milliseconds", "replayed"]
 
-_FLUSH = 512 << 20  # bytes: several times the largest cache
+_FLUSH = 128 << 20  # numbers of 4 bytes: several times the largest cache
 
 
 def replayed(run: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
@@ -49,7 +49,8 @@ def milliseconds(run: Callable[[], object], device: torch.device, budget_s: floa
     """Median time of `run` after warming up, with cold caches.
 
     On a GPU by events around each run, with the caches filled with something else before it (which
-    also keeps the GPU busy while the host sends the run); on a CPU by the clock.
+    also keeps the GPU busy while the host sends the run); on a CPU by the clock.  What fills them
+    is read, not written: lines that were written would go to memory while the run is timed.
     """
     if device.type != "cuda":
         times: list[float] = []
@@ -67,13 +68,14 @@ def milliseconds(run: Callable[[], object], device: torch.device, budget_s: floa
     torch.cuda.synchronize(device)
     once = max(time.perf_counter() - begin, 1e-5)
     count = max(5, min(200, int(budget_s / once)))
-    other = torch.empty(_FLUSH, dtype=torch.uint8, device=device)
+    other = torch.zeros(_FLUSH, dtype=torch.float32, device=device)
+    total = torch.empty((), dtype=torch.float32, device=device)
     pairs = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         for _ in range(count)
     ]
     for first, last in pairs:
-        other.zero_()
+        torch.sum(other, dim=0, out=total)
         first.record()
         run()
         last.record()
@@ -83,10 +85,15 @@ def milliseconds(run: Callable[[], object], device: torch.device, budget_s: floa
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """copy_gbs: bytes read and written by a copy, per second; gemm_tflops: a large bf16 product."""
+    """copy_gbs: bytes read and written by a copy, per second; gemm_tflops: a large bf16 product.
+
+    launch_ms: the time of two kernels that do nothing, the second after the first, as attention and
+    its merge are at least.
+    """
 
     copy_gbs: float
     gemm_tflops: float
+    launch_ms: float
 
 
 def ceiling(device: torch.device, scale: float = 1.0) -> Ceiling:
@@ -99,4 +106,6 @@ def ceiling(device: torch.device, scale: float = 1.0) -> Ceiling:
     a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     product = torch.empty_like(a)
     gemm_ms = milliseconds(lambda: torch.matmul(a, b, out=product), device, 0.5)
-    return Ceiling(2 * source.numel() / copy_ms / 1e6, 2 * size**3 / gemm_ms / 1e9)
+    one = torch.zeros(1, device=device)
+    launch_ms = milliseconds(replayed(lambda: one.add_(1).add_(1), device), device, 0.5)
+    return Ceiling(2 * source.numel() / copy_ms / 1e6, 2 * size**3 / gemm_ms / 1e9, launch_ms)

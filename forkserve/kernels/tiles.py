@@ -201,7 +201,7 @@ def _tables(
 ) -> tuple[TilePlan, Longs]:
     """The draft as tables, and where each of its tiles went.  keys: see `_keys`."""
     # Level by level; in each small tiles first, the longest of a kind before the others.
-    large = draft.sizes > tiling.small_rows
+    large = _large(draft, tiling)
     order = np.lexsort((draft.lows - draft.ends, large, draft.levels))
     place = np.empty_like(order)
     place[order] = np.arange(order.size)
@@ -256,6 +256,21 @@ def _tables(
         block=tiling.block,
     )
     return plan, place
+
+
+def _large(draft: Draft, tiling: Tiling) -> Bools:
+    """Which tiles run in large blocks: those with many rows, and a few small ones beside them.
+
+    Kinds are launches of their own, one after the other.  A small tile in a large block reads no
+    more, so beside large ones the small ones have a launch only if they fill the GPU by themselves.
+    """
+    large = draft.sizes > tiling.small_rows
+    for level in range(LEVELS):
+        here = draft.levels == level
+        small = np.count_nonzero(here & ~large)
+        if large[here].any() and small * tiling.kv_heads < tiling.wave:
+            large |= here
+    return large
 
 
 def _keys(pieces: Sequence[Piece], spare: Longs, size: int) -> tuple[Ints, Longs]:

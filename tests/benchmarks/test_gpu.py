@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.__main__ import _within, kernel_tests
+from benchmarks.gpu.__main__ import _within, goals, kernel_tests, summed
 from benchmarks.gpu.shapes import AGENTS, FASTTREE, Tree, flat, works_of
 
 torch = pytest.importorskip("torch")
@@ -114,13 +114,14 @@ def test_the_whole_of_it_on_a_fake_gpu(tmp_path: Path) -> None:
     assert "4 skipped" in result["tests"]["summary"], "modules that need the engine's packages"
     assert {"device", "driver", "versions", "commit", "date"} <= result.keys()
     assert result["versions"]["triton"]
-    assert result["ceiling"].keys() == {"copy_gb_s", "gemm_bf16_tflop_s"}
+    assert result["ceiling"].keys() == {"copy_gb_s", "gemm_bf16_tflop_s", "launches_us"}
     assert [(r["batch"], r["context"]) for r in result["paged"]] == [(1, 20), (2, 40)]
     assert all(r["share"] == r["gb_s"] / r["copy_gb_s"] for r in result["paged"])
     assert [r["k"] for r in result["trees"]] == [3, 3]
     for row in result["trees"]:
         assert row["over_flat"] == row["flat_ms"] / row["ms"]
-        assert row["bound"] in ("memory", "products")
+        assert row["bound"] in ("memory", "products", "launches")
+        assert (row["goal"] == 0.7) == (row["bound"] == "memory")
     assert [r["shape"] for r in result["tuning"]] == ["default", "4w2s"]
     made = [(r["outputs"], r["rows"], r["weights"]) for r in result["products"]]
     assert made == [
@@ -173,7 +174,7 @@ def test_what_the_time_did_not_suffice_for_is_said(
     tables = ("paged", "trees", "tuning", "levels", "products", "shapes")
     for name in tables:
         place = products if name in ("products", "shapes") else attention
-        rows = [{"name": name, "goal": None, "k": 1}] * 3
+        rows = [lambda name=name: {"name": name, "goal": None, "k": 0}] * 3
         monkeypatch.setattr(place, name, lambda *_, rows=rows: iter(rows))
     monkeypatch.setattr(program, "LIMIT_S", 0.0)
     monkeypatch.setattr(program, "kernel_tests", kernel_tests)
@@ -185,27 +186,40 @@ def test_what_the_time_did_not_suffice_for_is_said(
     assert result["tests"]["summary"] == "stopped after 0 s"
 
 
-def test_a_table_that_fails_takes_nothing_else_along(
+def test_a_row_that_fails_takes_nothing_else_along(
     program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What was measured is kept, the failure beside it, and the command fails."""
+    """What was measured is kept, the failures beside it, and the command fails."""
     from benchmarks.gpu import attention, products
 
+    def row() -> Any:
+        return {"goal": None, "k": 0}
+
     def breaks() -> Any:
-        yield {"name": "trees", "goal": None, "k": 1}
         raise RuntimeError("results differ by 0.5 of their norm")
 
     for name in ("paged", "tuning", "levels", "products", "shapes"):
         place = products if name in ("products", "shapes") else attention
-        monkeypatch.setattr(place, name, lambda *_: iter([{"goal": None}]))
-    monkeypatch.setattr(attention, "trees", lambda *_: breaks())
+        monkeypatch.setattr(place, name, lambda *_: iter([row]))
+    monkeypatch.setattr(attention, "trees", lambda *_: iter([row, breaks, row]))
+    monkeypatch.setattr(attention, "tuning", lambda *_: iter([breaks] * 9))
     monkeypatch.setattr(program, "kernel_tests", lambda *_: {"passed": True, "summary": "ok"})
     assert program.main(scale=1e-6, results=tmp_path) == 1
     result = json.loads((tmp_path / "fake.json").read_text())
+    said = "RuntimeError: results differ by 0.5 of their norm"
     assert result["failed"] == [
-        "trees after 1 rows: RuntimeError: results differ by 0.5 of their norm"
+        f"trees, row 2: {said}",
+        *(f"tuning, row {i}: {said}" for i in (1, 2, 3)),
     ]
-    assert [len(result[name]) for name in ("paged", "trees", "levels")] == [1, 1, 1]
+    assert result["left_out"] == ["tuning after 3 rows"]
+    assert [len(result[name]) for name in ("paged", "trees", "tuning", "levels")] == [1, 2, 0, 1]
+
+
+def test_goals_say_how_many_rows_meet_them() -> None:
+    paged = [{"share": share, "goal": 0.8} for share in (0.9, 0.7, 0.85)]
+    (found,) = goals({"paged": [*paged, {"share": 0.1, "goal": None}]})
+    assert (found["value"], found["met"]) == (0.7, False)
+    assert (found["rows"], found["rows_that_meet_it"], found["median"]) == (3, 2, 0.85)
 
 
 STUCK = """
@@ -215,7 +229,7 @@ import benchmarks.gpu.__main__ as program
 from benchmarks.gpu import attention
 
 def paged(*_):
-    yield {"goal": None}
+    yield lambda: {"goal": None}
     threading.Event().wait()
 
 program.probe = lambda: {"device": "Fake", "torch_device": "cpu", "driver": "1.2"}
@@ -243,9 +257,27 @@ def test_tests_that_are_late_end_with_their_workers() -> None:
     lasting = "import time; time.sleep(10_000)"
     call = [sys.executable, "-c", lasting]
     code = f"import subprocess; print('begun', flush=True); subprocess.run({call!r})"
-    output, status = _within(2.0, [sys.executable, "-c", code])
+    ((output, status),) = _within(2.0, [sys.executable, "-c", code], [{}])
     assert status == 1
     assert output.splitlines()[-1] == "stopped after 2 s"
+
+
+def test_shares_of_the_tests_run_at_once_and_are_summed_up() -> None:
+    code = "import os, sys; print(os.environ['N'], 'passed in 1s'); sys.exit(int(os.environ['S']))"
+    shares = [{"N": "3", "S": "0"}, {"N": "4", "S": "5"}]
+    results = _within(60.0, [sys.executable, "-c", code], shares)
+    assert [status for _, status in results] == [0, 5]
+    assert summed([output.splitlines()[-1] for output, _ in results]) == "7 passed"
+
+
+def test_summaries_of_shares() -> None:
+    lines = ["2 failed, 30 passed, 4 skipped in 9s", "1 error in 2s", "8 passed, 5 skipped in 1s"]
+    assert summed(lines) == "2 failed, 1 error, 38 passed, 5 skipped"
+    assert summed(["4 skipped, 9 deselected in 1s", "3 deselected in 1s"]) == "4 skipped"
+    assert summed(["1 passed in 1s", "stopped after 0 s", "stopped after 0 s"]) == (
+        "1 passed, stopped after 0 s"
+    )
+    assert summed(["no tests ran in 0.1s"]) == "no tests ran"
 
 
 @no_gpu

@@ -157,6 +157,25 @@ def test_a_level_has_to_be_worth_its_launch() -> None:
     assert few.keys_read == 5 * (256 + 5)
 
 
+def test_a_level_is_worth_more_where_more_heads_read() -> None:
+    """20 branches save 4,352 keys of a head: with 8 heads more than a launch costs, with 1 not."""
+    for kv_heads, tiles in ((8, [3, 20, 0]), (1, [20, 0, 0])):
+        plan = plan_tiles(fan(20, 256), Tiling(16, 4, kv_heads=kv_heads), SCRATCH)
+        assert plan.counts.sum(1).tolist() == tiles
+
+
+def test_a_few_small_tiles_run_beside_the_large_ones() -> None:
+    """Two tiles of 8 branches over 1,024 rows, and one of each; 64 of these would fill a GPU."""
+    plan = plan_tiles(fan(8, 1024), Tiling(16, 4), SCRATCH)
+    assert plan.counts.tolist() == [[0, 10], [0, 0], [0, 0]]
+    many = fan(64, 1024)
+    plan = plan_tiles(many, Tiling(16, 4), SCRATCH)
+    assert plan.counts.tolist() == [[64, 16], [0, 0], [0, 0]]
+    plan = plan_tiles(many, Tiling(16, 4, kv_heads=7), SCRATCH)
+    assert plan.counts.tolist() == [[0, 80], [0, 0], [0, 0]]
+    assert seen(plan, Tiling(16, 4)) == wanted(many, 16)
+
+
 def test_levels_are_few() -> None:
     """A binary tree of 7 nodes of 64 rows on every path, all within one cell."""
     tiling = Tiling(16, 1, level_cost=0)

@@ -1,4 +1,7 @@
-"""Note which kernels were launched; the file named by KERNELS_LAUNCHED gets the list."""
+"""Note which kernels were launched; the file named by KERNELS_LAUNCHED gets the list.
+
+`make gpu` runs these tests in several processes, each of them its share.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,17 @@ def pytest_sessionstart() -> None:
             _launched.add(name)
 
         kernel.function.add_pre_run_hook(note)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """KERNEL_TESTS_SHARE=i/n keeps every n-th test, from the i-th on."""
+    share = os.environ.get("KERNEL_TESTS_SHARE")
+    if share:
+        first, count = map(int, share.split("/"))
+        kept = items[first::count]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

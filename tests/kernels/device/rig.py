@@ -22,9 +22,13 @@ LEAST = 8 if INTERPRETED else 16  # keys of a step: a product on a GPU takes no 
 def tile_plan(
     forest: Forest, split: int = SPLIT, block: int = STEP, level_cost: int = 0
 ) -> TilePlan:
-    """level_cost: none, so that states are left and taken up wherever it saves reading."""
+    """level_cost: none, so that states are left and taken up wherever it saves reading.
+
+    Small tiles have launches of their own, however few they are.
+    """
     group = 2 * forest.q.shape[1] // forest.kv.shape[0]
-    tiling = Tiling(forest.page, group, forest.window, split, min(block, split), level_cost)
+    sizes = split, min(block, split)
+    tiling = Tiling(forest.page, group, forest.window, *sizes, level_cost, wave=0)
     return plan_tiles(forest.works, tiling, forest.scratch)
 
 

@@ -29,8 +29,8 @@ from .test_engine import DEVICE, _short_warm_up, folder  # noqa: E402, F401
 def small_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells and blocks so small that short prompts fill many, and every state is worth leaving."""
 
-    def tiling(page: int, group: int, window: int) -> Tiling:
-        return Tiling(page, group, window, split=32, block=LEAST, level_cost=0)
+    def tiling(page: int, group: int, window: int, **_: int) -> Tiling:
+        return Tiling(page, group, window, split=32, block=LEAST, level_cost=0, wave=0)
 
     monkeypatch.setattr(runners, "Tiling", tiling)
 
@@ -112,7 +112,7 @@ def test_bits_would_show_another_order(
     found = []
     for block in (LEAST, 2 * LEAST):
 
-        def tiling(page: int, group: int, window: int, block: int = block) -> Tiling:
+        def tiling(page: int, group: int, window: int, block: int = block, **_: int) -> Tiling:
             return Tiling(page, group, window, split=32, block=block)
 
         monkeypatch.setattr(runners, "Tiling", tiling)

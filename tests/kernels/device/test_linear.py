@@ -51,7 +51,8 @@ def test_products(kind: str, m: int, n: int, k: int) -> None:
     assert distance(linear(x, weight), want) < KINDS[kind]
     whole = linear(x, weight, dtype=torch.float32)
     assert whole.dtype == torch.float32
-    assert distance(whole, want) < 1e-6
+    # Tensor cores cut off what float32 does not hold, and do not round it.
+    assert distance(whole, want) < (1e-6 if kind == "float32" else 4e-6)
 
 
 def test_bias_and_strides() -> None:

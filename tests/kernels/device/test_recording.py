@@ -187,7 +187,8 @@ def test_batches_that_alternate_are_recorded_once_each(
     assert decoder is not None
 
     def decode(i: int, key: Any) -> Work:
-        return Work("s", i, [3], 400, (Span(key, range(25), 0, 400),), Span(i, [30 + i], 400, 1))
+        trunk = Span(key, range(75), 0, 1200)
+        return Work("s", i, [3], 1200, (trunk,), Span(i, [80 + i], 1200, 1))
 
     batches = [[decode(i, "t") for i in range(20)], [decode(i, ("t", i)) for i in range(20)]]
     rooms = [Capacity.rounded(runner._planner.plan(works)[0], 32) for works in batches]

@@ -80,7 +80,10 @@ class GpuRunner:
         self.kv = DeviceKV(KVSize.of(spec, setup, numbers.dtype), setup.kv, device.torch)
         self._spec = spec
         group = spec.heads // spec.kv_heads
-        tilings = {w: Tiling(setup.page_size, group, w) for w in dict.fromkeys(spec.windows)}
+        tilings = {
+            w: Tiling(setup.page_size, group, w, kv_heads=spec.kv_heads)
+            for w in dict.fromkeys(spec.windows)
+        }
         self._planner = TilePlanner(tilings, self.kv.capacity_rows)
         self._guard = Guard(self.kv.dump + 1, device.torch) if setup.debug else None
         self._steps: dict[int, _Step] = {}  # recorded decode passes, by rows
