@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from langgraph.types import Command, interrupt
 
 from forkserve.adapters.langgraph import Branch, ForkServe, ForkState
 from forkserve.errors import ConfigError
-from tests.waiting import HANGS_S
 
 from .graphs import THREAD, Boom, one
 
@@ -305,46 +303,6 @@ def test_a_place_that_a_node_of_a_resumed_run_chose_is_meant(make: Any) -> None:
         graph.invoke(user(text), THREAD)
         graph.invoke(None, THREAD)
     assert seen == ["human: FIRST\nai: [first]"] * 2
-
-
-def test_what_a_node_leaves_from_is_not_closed_to_make_room(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its run has found the session, and another thread needs room before it has its branch."""
-    fs = make(render=render, keep=1)
-    seen: list[str] = []
-
-    @fs.node
-    def first(state: Talk, fork: Branch):
-        fork.append("[first]")
-
-    @fs.node
-    def second(state: Talk, fork: Branch):
-        seen.append(fork.full_text)
-
-    build = StateGraph(Talk)
-    build.add_node("first", first)
-    build.add_node("second", second)
-    build.add_edge(START, "first")
-    build.add_edge("first", "second")
-    stops = ["second"]
-    graph = fs.bind(build.compile(checkpointer=InMemorySaver(), interrupt_before=stops))
-    graph.invoke(user("ONE"), THREAD)
-    other: Any = {"configurable": {"thread_id": "other"}}
-    tree, others = fs.engine.tree, list[threading.Thread]()
-
-    def meanwhile(session: str) -> Any:
-        if not others and not fs._registry.lock._is_owned():
-            others.append(threading.Thread(target=graph.invoke, args=(user("TWO"), other)))
-            others[0].start()
-            others[0].join(HANGS_S)
-        return tree(session)
-
-    monkeypatch.setattr(fs.engine, "tree", meanwhile)
-    graph.invoke(None, THREAD)
-    assert len(others) == 1
-    assert seen == ["human: ONE\nai: [first]"]
-    assert (fs.stats["opened"], fs.stats["reopened"]) == (2, 0)
 
 
 def test_a_node_that_renders_sees_what_the_state_got_meanwhile(make: Any) -> None:
