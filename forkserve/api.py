@@ -121,6 +121,8 @@ class Engine(Opening):
             except (KeyError, TypeError):
                 tree = core.tree(session)
                 node = tree.get(parent)  # what isn't there is an error that says why
+            if core.closing:
+                core.tree(session)
             length = end = node.alias_len + len(node.tokens)
             if at is not None:
                 length = self._guard.place(node, at)

@@ -137,6 +137,7 @@ class Opening(Tiering):
     def close(self, session: str) -> None:
         """End a session and give back its pages.  Idempotent; published pages stay cached."""
         string("session", session)
+        tree: ContextTree | None = None
         journal = self._journal  # a shutdown may take it away meanwhile
         if journal is not None:
             with self._core.lock:
@@ -144,10 +145,10 @@ class Opening(Tiering):
                 if tree is not None:  # what a verb has promised is in the tree now, or never
                     self._core.begin_close(tree)
             journal.sync(session, begun=True)
-        self._end(session, None)
+        self._end(session, tree)
 
     def _end(self, session: str, only: ContextTree | None) -> None:
-        """`close`; only: not if another one has its id by now."""
+        """`close`; only: not if another one has its id by now; None ends whichever has it."""
         core = self._core
         with core.lock:
             tree = core.trees.get(session)

@@ -60,13 +60,13 @@ def listed(name: str, value: Any) -> list[Any]:
     try:
         return list(value)
     except TypeError:
-        raise ConfigError(f"{name}={value!r} must be a sequence, not a {_kind(value)}") from None
+        raise ConfigError(f"{name}={value!r} must be a sequence, not {_kind(value)}") from None
 
 
 def mapping(name: str, value: Any) -> Mapping[Any, Any]:
     """A mapping.  Raises ConfigError."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}={value!r} must be a mapping, not a {_kind(value)}")
+        raise ConfigError(f"{name}={value!r} must be a mapping, not {_kind(value)}")
     return value
 
 

@@ -40,12 +40,13 @@ pip="$venv/bin/python -m pip --quiet --quiet --disable-pip-version-check install
 begin=$SECONDS
 if ! newer $packages; then
     [[ -x $venv/bin/python ]] || "$python" -m venv --clear $venv
-    mapfile -t wanted < <($venv/bin/python - <<'PY'
+    listed=$($venv/bin/python - <<'PY'
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 print(*project["dependencies"], *project["optional-dependencies"]["openhands"], sep="\n")
 PY
 )
+    mapfile -t wanted <<<"$listed" # by a variable, so that a failure ends the script
     $pip -c constraints.txt -c constraints-openhands.txt "${wanted[@]}" \
         editables hatchling hypothesis pytest pytest-asyncio pytest-timeout
     touch $packages

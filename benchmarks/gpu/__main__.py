@@ -316,9 +316,11 @@ def main(
 
     def stop() -> None:
         """A kernel that never ends, or a row that takes too long: what there is is kept."""
-        tables["failed"].append(f"{[*tables][-1]} did not end in time")
-        keep()
-        os._exit(1)
+        try:
+            tables["failed"].append(f"{[*tables][-1]} did not end in time")
+            keep()
+        finally:
+            os._exit(1)
 
     late = threading.Timer(LATE_S - (time.perf_counter() - begin), stop)
     late.daemon = True

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from forkserve import threads
 from forkserve.adapters.events import Call, Observation
 from forkserve.adapters.react_run import Run
 from forkserve.adapters.tools import (
@@ -128,11 +128,10 @@ class Threads(_Running):
             return False
         started, arguments = prepared
         context = contextvars.copy_context()
-        threading.Thread(
-            target=lambda: self._ended.put(context.run(self._call, started, arguments)),
-            name=f"tool-{started.tool.name}",
-            daemon=True,
-        ).start()
+        threads.started(
+            lambda: self._ended.put(context.run(self._call, started, arguments)),
+            f"tool-{started.tool.name}",
+        )
         return True
 
     def next(self, *, wait: bool) -> Observation | None:
@@ -274,7 +273,7 @@ class Tasks(_Running):
             except RuntimeError:  # the loop is closed: nobody waits any more
                 return
 
-        threading.Thread(target=work, name=f"tool-{started.tool.name}", daemon=True).start()
+        threads.started(work, f"tool-{started.tool.name}")
         return future
 
 

@@ -17,8 +17,8 @@ import click
 from forkserve.cli import store_care
 from forkserve.cli.store_base import Amount, Group, Where, argument, pass_where
 from forkserve.cli.store_text import checked, short, size, table, token_ids, tree_lines, when
-from forkserve.cli.words import counted
 from forkserve.errors import StoreError
+from forkserve.values import counted
 
 __all__ = ["group"]
 

@@ -91,7 +91,7 @@ class Where:
     @contextmanager
     def progress(self, label: str) -> Iterator[Progress]:
         """A bar on standard error for work that takes long, where somebody is looking."""
-        if self.as_json or not sys.stderr.isatty():
+        if self.as_json or sys.stderr is None or not sys.stderr.isatty():
             yield lambda done, total: None
             return
         with click.progressbar(length=1, label=label, file=sys.stderr) as bar:

@@ -10,8 +10,8 @@ import click
 
 from forkserve.cli.store_base import Amount, Where, pass_where
 from forkserve.cli.store_text import checked, size, table
-from forkserve.cli.words import counted
 from forkserve.errors import StoreError
+from forkserve.values import counted
 
 __all__ = ["COMMANDS"]
 

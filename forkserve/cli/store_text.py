@@ -6,11 +6,15 @@ import json
 import re
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forkserve.cli.words import counted, one_line, shortened
+from forkserve.cli.words import one_line, shortened
+from forkserve.values import counted
 
-__all__ = ["checked", "short", "size", "sound", "table", "token_ids", "tree_lines", "when"]
+if TYPE_CHECKING:
+    from forkserve.store.rebuild import Report
+
+__all__ = ["checked", "short", "size", "table", "token_ids", "tree_lines", "when"]
 
 _NAME = 40  # characters of a branch's name
 
@@ -103,18 +107,14 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def checked(report: Any) -> list[str]:
+def checked(report: Report) -> list[str]:
     """What a check of stored bytes has found, its own problems apart."""
-    lines = [f"{counted(report.checked, 'chunk')}, {size(report.bytes)}: {sound(report.clean)}"]
+    found = "sound" if report.clean else "damaged"
+    lines = [f"{counted(report.checked, 'chunk')}, {size(report.bytes)}: {found}"]
     lines += [f"damaged: {c[:16]} in {p} ({w})" for p, c, w in report.faults]
     if report.dangling:
         lines.append(f"{counted(report.dangling, 'file')} missing")
     return lines
-
-
-def sound(clean: bool) -> str:
-    """What a check found, in a word."""
-    return "sound" if clean else "damaged"
 
 
 def short(chain: str | None) -> str:

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from forkserve.cli.record import RunNode, load_run
-from forkserve.cli.words import counted, one_line
+from forkserve.cli.words import one_line
+from forkserve.values import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from forkserve.values import counted
-
-__all__ = ["counted", "one_line", "shortened"]
+__all__ = ["one_line", "shortened"]
 
 _JOINER = "\u200d"  # within an emoji of several
 

@@ -18,6 +18,8 @@ __all__ = ["Landing"]
 
 _log = logging.getLogger(__name__)
 _TRIES = 3  # ticks without memory, after which their works end
+_FAILED = "the backend failed"
+_SHORT = f"no memory for the engine's own tables in {_TRIES} steps"
 
 
 class Landing:
@@ -154,15 +156,15 @@ class Landing:
             return
         self._short = 0
         waiting = [] if flight.entries else list(core.tasks.values())
-        self.crash(flight, error)
+        self.crash(flight, error, _SHORT)
         for task in waiting:
-            core.finish(task, _wrapped(error))
+            core.finish(task, _wrapped(error, _SHORT))
 
-    def crash(self, flight: Flight, error: BaseException) -> None:
+    def crash(self, flight: Flight, error: BaseException, what: str = _FAILED) -> None:
         """Nothing of the pass counts, and its tasks end with the error."""
         self._undo(flight)
         for entry in flight.entries:
-            self.core.finish(entry.task, _wrapped(error))
+            self.core.finish(entry.task, _wrapped(error, what))
         self.core.count.failed_passes += 1
 
     def _undo(self, flight: Flight) -> None:
@@ -192,10 +194,10 @@ def _out_of_memory(error: Exception) -> bool:
     )
 
 
-def _wrapped(error: BaseException) -> ForkServeError:
+def _wrapped(error: BaseException, what: str = _FAILED) -> ForkServeError:
     """The error as one of ours, with its cause."""
     if isinstance(error, ForkServeError):
         return error
-    failure = BackendError(f"the backend failed: {error!r}")
+    failure = BackendError(f"{what}: {error!r}")
     failure.__cause__ = error
     return failure

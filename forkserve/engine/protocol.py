@@ -22,7 +22,11 @@ _ATTRIBUTES = ("config", "info", "tokenizer", "clock", "execute", "predict_ms", 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to ids and back.  Ids are the truth; text is a view."""
+    """Text to ids and back.  Ids are the truth; text is a view.
+
+    A tokenizer with an attribute `begin_ids` has these put before a text with which a session
+    begins (`forkserve.engine.prompting.opening_ids`).
+    """
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of `text`; markers such as ``<|im_start|>`` become single ids unless special=False.

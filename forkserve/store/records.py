@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -314,15 +314,16 @@ def rename(catalog: Catalog, name: str, to: str, sealer: Sealer | None) -> None:
         )
 
 
-def close_sessions(catalog: Catalog, prefix: str, but: Collection[str] = ()) -> int:
-    """Close the sessions whose ids begin with `prefix`, except `but`; returns how many.
+def close_sessions(catalog: Catalog, prefix: str, live: Callable[[], Collection[str]]) -> int:
+    """Close the sessions whose ids begin with `prefix`, except those `live`; returns how many.
 
-    For those that a process has left open and nobody will resume.  Raises StoreError; the owner of
-    the store alone may.
+    For those that a process has left open and nobody will resume.  live: asked once they are known,
+    since one may be opened meanwhile.  Raises StoreError; the owner of the store alone may.
     """
     found = "SELECT id FROM session WHERE closed_at IS NULL AND substr(id, 1, ?) = ?"
     rows = catalog.read(found, (len(prefix), prefix))
-    gone = [name for (name,) in rows if name not in but]
+    kept = frozenset(live() if rows else ())
+    gone = [name for (name,) in rows if name not in kept]
     if gone:
         now = catalog.now()
         with catalog.write(owned=True) as db:

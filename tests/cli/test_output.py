@@ -87,6 +87,15 @@ def test_an_output_that_was_closed_before_the_program_began(state: Path, command
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["tree", "store ls", "store verify"])
+def test_an_error_output_that_was_closed_before_the_program_began(
+    state: Path, command: str
+) -> None:
+    done = call(command, state, subprocess.PIPE, first="import sys; sys.stderr = None; ")
+    assert done.returncode == 0
+    assert done.stdout
+
+
 def test_nothing_can_be_said_at_all(state: Path, full: int) -> None:
     assert call("tree", state, full, full).returncode == 2
 

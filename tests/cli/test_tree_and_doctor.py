@@ -18,8 +18,9 @@ from rich.cells import cell_len
 import forkserve
 from forkserve.cli import doctor, main
 from forkserve.cli.record import RunNode, save_run, state_path
-from forkserve.cli.words import counted, one_line, shortened
+from forkserve.cli.words import one_line, shortened
 from forkserve.installing import install_extra, install_model
+from forkserve.values import counted
 
 from .conftest import Run
 

@@ -96,7 +96,7 @@ def test_memory_that_does_not_come_back_ends_the_works_and_not_the_engine(
     with (
         short_of_memory(spot, lambda n: True),
         caplog.at_level(logging.WARNING),
-        pytest.raises(BackendError, match="MemoryError") as caught,
+        pytest.raises(BackendError, match="own tables in 3 steps: MemoryError") as caught,
     ):
         eng.generate(s, 3)
     assert isinstance(caught.value.__cause__, MemoryError)

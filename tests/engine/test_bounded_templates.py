@@ -23,6 +23,7 @@ def render(source: str) -> str:
         "{% for i in range(9999) %}{% for j in range(9999) if j > i %}{% endfor %}{% endfor %}",
         "{% macro m(n) %}{% if n %}{{ m(n - 1) ~ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
         "{% for i in [1] recursive %}{{ loop([1, 1]) if loop.depth < 60 }}{% endfor %}",
+        "{% for i in [1] recursive %}{{ loop(range(200)) if loop.depth < 3 }}{% endfor %}",
     ],
 )
 def test_steps_are_counted(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +64,8 @@ def test_what_stays_as_it_was() -> None:
     assert render("{{ 2 ** -1 }} {{ 1.5 * 2 }} {{ -3 * 'a' }}|{{ true + 1 }}") == "0.5 3.0 |2"
     loop = "{{ loop.length }}{{ loop.revindex }}{{ loop.nextitem }}{{ loop.cycle('a', 'b') }}"
     assert render("{% for i in [7, 8] %}" + loop + "{% endfor %}") == "228a21b"
+    loop = "{{ i }}{{ loop([i + 1, i + 2]) if loop.depth < 2 }}{{ loop.length }}"
+    assert render("{% for i in [1] recursive %}" + loop + "{% endfor %}") == "122321"
     assert render("{% for i in nothing %}{{ i }}{% else %}none{% endfor %}") == "none"
     assert render("{% for i in range(3) if i != 1 %}{{ i }}{% endfor %}") == "02"
     assert render("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}") == "a1"

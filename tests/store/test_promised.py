@@ -57,6 +57,7 @@ def test_nothing_is_promised_once_a_session_being_closed_was_written(tmp_path: P
         assert running.done
         refused(
             SessionError,
+            lambda: eng.fork("a", 1),
             lambda: eng.commit("a", 1, [7]),
             lambda: eng.append("a", 1, [7]),
             lambda: eng.attempt("a", guess),
@@ -71,6 +72,23 @@ def test_nothing_is_promised_once_a_session_being_closed_was_written(tmp_path: P
     assert eng.open(PROMPT, session="b").id == "b"
     eng.shutdown()
     assert resumed(tmp_path) == PROMPT + said
+
+
+def test_a_session_that_was_brought_back_meanwhile_stays_open(tmp_path: Path) -> None:
+    """Two threads close it, and the quicker one resumes it at once."""
+    eng = engine(tmp_path)
+    eng.open(PROMPT, session="a")
+
+    def act() -> None:
+        eng.close("a")
+        eng.resume("a")
+
+    after(eng._journal, "sync", act)
+    eng.close("a")
+    assert eng.sessions() == ["a"]
+    eng.commit("a", 1, [7])
+    eng.shutdown()
+    assert resumed(tmp_path) == [*PROMPT, 7]
 
 
 def test_a_commit_that_waits_for_a_pass_meets_a_session_being_closed(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from forkserve.adapters.langgraph.branch import NodeBranch
 from forkserve.adapters.langgraph.nodes import Nodes, Parent, Role
 from forkserve.adapters.langgraph.registry import Registry
 from forkserve.adapters.langgraph.state import Ref, field
+from forkserve.adapters.langgraph.stored import close_runs, close_thread
 from forkserve.adapters.langgraph.sweeper import Sweeper
 from forkserve.api import Engine
 from forkserve.errors import AdapterError, ConfigError
@@ -56,6 +57,7 @@ class ForkServe:
             raise ConfigError(f"ForkServe needs an Engine, not {type(engine).__name__}")
         self.engine = engine
         self._registry = Registry(engine, keep)
+        close_runs(self._registry)
         self._sweeper = Sweeper(self._registry)
         self._nodes = Nodes(self._registry, self._sweeper, render or default_render, stream_stats)
 
@@ -188,12 +190,8 @@ class ForkServe:
         live = self._registry.find(ref)
         if live is None:
             where = f"node {ref['node']} of session '{ref['session']}'"
-            more = (
-                ""
-                if self.engine.store is None
-                else (", or in the store until a run of its thread brings it back")
-            )
-            raise AdapterError(f"{where} is gone{more}")
+            stored = ", or in the store until a run of its thread brings it back"
+            raise AdapterError(f"{where} is gone{stored if self.engine.store is not None else ''}")
         return self.engine.tokens(ref["session"], ref["node"])[: ref["length"]]
 
     def text(self, ref: Ref) -> str:
@@ -207,7 +205,7 @@ class ForkServe:
 
         Those that the engine's store has from earlier processes are closed there: gc may take them.
         """
-        return self._registry.forget_thread(str(thread_id))
+        return close_thread(self._registry, str(thread_id))
 
     @property
     def stats(self) -> dict[str, int]:

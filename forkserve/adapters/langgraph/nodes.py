@@ -95,7 +95,6 @@ class Nodes:
             raise AdapterError(f"unknown role {role!r}; use auto, trunk, branch or join")
         signature = inspect.signature(fn)
         wants = {name for name in ("config", "runtime", inject) if name in signature.parameters}
-
         ours = self._registry, self._sweeper
 
         def given(call: Call, config: RunnableConfig) -> dict[str, Any]:
@@ -182,9 +181,9 @@ class Nodes:
     def _resolve(self, at: Arrival, stale: bool) -> tuple[Live, Ref]:
         """The live node that a ref names; for a stale one where the turn begins; a new session."""
         registry, run, ref = self._registry, at.run, at.ref
-        live = registry.find(ref) if ref is not None else None
         if ref is not None and stale:
             return turns.begin(registry, run, ref, self._render(at.rendered()))
+        live = registry.hold(run, ref) if ref is not None else None
         if live is not None and ref is not None:
             tree = registry.engine.tree(live.session.id)
             node = tree.get(ref["node"])

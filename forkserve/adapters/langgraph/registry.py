@@ -31,15 +31,15 @@ from forkserve.adapters.langgraph.state import Ref, checked
 from forkserve.adapters.langgraph.turns import Place, Turn
 from forkserve.api import Engine
 from forkserve.branch import Branch
-from forkserve.errors import AdapterError, ForkServeError, NodeError, SessionError, StoreError
+from forkserve.errors import AdapterError, ForkServeError, NodeError, SessionError
 from forkserve.session import Prompt, Session, as_text
 from forkserve.types import NodeMode, Tokens, derive_seed
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["Fork", "Live", "Registry", "Run"]
+__all__ = ["Fork", "Live", "Registry", "Run", "prefix"]
 
-_DOORS = 64  # sessions that are opened at the same time, at most
+_DOORS = 64  # threads whose sessions are opened at the same time, at most
 Phase = Literal["live", "sealed", "held", "done"]
 
 _ids: weakref.WeakKeyDictionary[Engine, tuple[str, list[int]]] = weakref.WeakKeyDictionary()
@@ -119,8 +119,6 @@ class Registry:
         self.turns: dict[str, Turn] = {}  # of threads that wait to be resumed
         self._doors = [threading.RLock() for _ in range(_DOORS)]
         self.engine_id, self._gens = _ids.setdefault(engine, (uuid4().hex[:8], [0]))
-        with suppress(StoreError):  # of runs that nobody can resume
-            self._close_stored(_prefix(None))
 
     def door(self, home: str) -> threading.RLock:
         """Held while a session of a thread is opened or brought back; taken before `lock`."""
@@ -156,6 +154,14 @@ class Registry:
         node = self.engine.tree(live.session.id).nodes.get(ref["node"])
         return live if node is not None and node.length >= ref["length"] else None
 
+    def hold(self, run: Run, ref: Ref) -> Live | None:
+        """`find`, and what it finds stays open until the run ends, whoever needs room meanwhile."""
+        with self.lock:
+            live = self.find(ref)
+            if live is not None:
+                self.touch(run, live)
+            return live
+
     # ---------------------------------------------------------------- sessions
 
     def open(self, run: Run, prompt: Prompt, why: tuple[object, ...]) -> Live:
@@ -174,7 +180,7 @@ class Registry:
                     run.opened[key] = live
                     return live
                 gen, seed = self.next_gen()
-            name = f"{_prefix(run.thread)}{self.engine_id}-{gen}"
+            name = f"{prefix(run.thread)}{self.engine_id}-{gen}"
             session = Session(self.engine, ids, session=name, seed=seed)  # rows may come from disk
             with self.lock:
                 if run.ended:
@@ -220,21 +226,12 @@ class Registry:
                 self.turns.pop(live.home.removeprefix("thread:"), None)
 
     def forget_thread(self, thread: str) -> int:
-        """Close the sessions of a thread, stored ones as well; returns how many."""
+        """Close the sessions of a thread; returns how many."""
         with self.lock:
             gone = [s for s in self.sessions.values() if s.home == f"thread:{thread}"]
             for live in gone:
                 self.close(live)
-        return len(gone) + self._close_stored(_prefix(thread))
-
-    def _close_stored(self, prefix: str) -> int:
-        """Close what an earlier process has left open in the engine's store."""
-        store = self.engine.store
-        if store is None or store.catalog.role != "owner":
-            return 0
-        from forkserve.store.records import close_sessions
-
-        return close_sessions(store.catalog, prefix, self.engine.sessions())
+            return len(gone)
 
     def _shrink(self) -> None:
         idle = [live for live in self.sessions.values() if not live.users]
@@ -396,7 +393,7 @@ class Registry:
             self.count["swept"] += self.count["aborted"] - before
 
 
-def _prefix(thread: str | None) -> str:
+def prefix(thread: str | None) -> str:
     """How the ids of sessions of a thread begin, or of those that end with their run."""
     kind = "run" if thread is None else blake3(thread.encode("utf-8", "replace")).hexdigest()[:12]
     return f"langgraph-{kind}-"

@@ -7,15 +7,16 @@ thread.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 from forkserve.adapters.langgraph import turns
-from forkserve.adapters.langgraph.registry import Live, Registry, Run
+from forkserve.adapters.langgraph.registry import Live, Registry, Run, prefix
 from forkserve.adapters.langgraph.state import Ref, checked
 from forkserve.errors import SessionError, StoreError
 from forkserve.session import Session
 
-__all__ = ["look", "may_wait"]
+__all__ = ["close_runs", "close_thread", "look", "may_wait"]
 
 _log = logging.getLogger(__name__)
 
@@ -92,3 +93,27 @@ def _revive(registry: Registry, run: Run, name: str) -> None:
         registry.count["resumed"] += 1
         if not run.ended:  # else it stays open for the thread's next run
             registry.touch(run, live)
+
+
+# ---------------------------------------------------------------- what nobody resumes
+
+
+def close_runs(registry: Registry) -> None:
+    """Close stored sessions of runs without a thread, which a killed process has left open."""
+    with suppress(StoreError):
+        _close(registry, None)
+
+
+def close_thread(registry: Registry, thread: str) -> int:
+    """Close the sessions of a thread, open here or stored; returns how many."""
+    with registry.door(f"thread:{thread}"):  # none is opened or brought back meanwhile
+        return registry.forget_thread(thread) + _close(registry, thread)
+
+
+def _close(registry: Registry, thread: str | None) -> int:
+    store = registry.engine.store
+    if store is None or store.catalog.role != "owner":
+        return 0
+    from forkserve.store.records import close_sessions
+
+    return close_sessions(store.catalog, prefix(thread), registry.engine.sessions)

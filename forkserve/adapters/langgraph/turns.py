@@ -128,14 +128,13 @@ def begin(registry: Registry, run: Run, tip: Ref, prompt: Prompt) -> tuple[Live,
     key = (place(tip), ids.tobytes())
     with registry.door(run.home):  # not the lock: to open may take a while
         turn = run.turn = run.turn or Turn()
-        live = registry.find(tip)
         known = turn.bases.get(key)
-        if known is not None and registry.find(known[1]) is not None:
+        if known is not None and registry.hold(run, known[1]) is not None:
             return known
         registry.count["turns"] += 1
-        found = None
+        live, found = registry.hold(run, tip), None
         if live is not None and live.home == run.home:  # a cached node's tip is another thread's
-            found = _shared(registry, run, turn, live, tip, ids)
+            found = _shared(registry, turn, live, tip, ids)
         if found is None:
             live = registry.open(run, ids.tolist(), place(tip))
             found = live, registry.ref(live, live.session.branch(1).id)
@@ -144,7 +143,7 @@ def begin(registry: Registry, run: Run, tip: Ref, prompt: Prompt) -> tuple[Live,
 
 
 def _shared(
-    registry: Registry, run: Run, turn: Turn, live: Live, tip: Ref, ids: array[int]
+    registry: Registry, turn: Turn, live: Live, tip: Ref, ids: array[int]
 ) -> tuple[Live, Ref] | None:
     """A place in the trunk's own tree; None if they share nothing."""
     engine, session = registry.engine, live.session.id
@@ -157,7 +156,6 @@ def _shared(
     shared = min(shared, len(ids) - 1)  # a node has a token of its own
     if shared < 1:
         return None
-    registry.touch(run, live)
     base = _stored(live, tree, ids)
     if base is None:  # the first node that commits above it brings it to the main line
         base = engine.fork(session, node.id, _NAME, ids[shared:].tolist(), at=shared)

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
 from forkserve.api import Engine
-from forkserve.errors import ForkServeError
+from forkserve.errors import BackendError, ForkServeError
+from forkserve.threads import started
 
 __all__ = ["Worker"]
 
@@ -32,19 +33,22 @@ class Worker:
         self._closed = False
 
     def run(self, job: Callable[[], None]) -> Future[None]:
-        """Queue a job.  Its future never holds an exception."""
+        """Queue a job.  Its future never holds an exception.  Without a thread it is dropped."""
         future: Future[None] = Future()
         with self._lock:
-            if self._closed:
+            if self._closed or not self._begun():
                 future.set_result(None)
-                return future
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name="forkserve-openhands", daemon=True
-                )
-                self._thread.start()
-            self._jobs.put((job, future))
+            else:
+                self._jobs.put((job, future))
         return future
+
+    def _begun(self) -> bool:
+        """Whether there is a thread."""
+        try:
+            self._thread = self._thread or started(self._serve, "forkserve-openhands")
+        except BackendError as error:
+            _log.warning("nothing is speculated on beside a conversation: %s", error)
+        return self._thread is not None
 
     def settle(self) -> None:
         """Wait until all jobs so far have run, and what they speculate on has been computed."""

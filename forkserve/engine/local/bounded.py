@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 __all__ = ["MAX_STEPS", "Bounded", "begin"]
 
-MAX_STEPS = 10_000_000  # passes of loops and calls of one rendering; seconds
+MAX_STEPS = 10_000_000  # passes of loops and calls of one rendering: seconds, if each is short
 MAX_SIZE = 1 << 26  # characters of a text, items of a list
 MAX_BITS = 4096  # of a whole number
 
@@ -51,8 +51,10 @@ class Bounded(ImmutableSandboxedEnvironment):
         return tree.set_environment(self)  # type: ignore[return-value]  # it is the tree
 
     def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call; it is a step."""
+        """A call; it is a step, and so are the passes of a loop that calls itself."""
         _step()
+        if isinstance(function, LoopContext) and args:
+            args = (_passes(args[0]), *args[1:])
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -85,11 +87,15 @@ def _step() -> None:
         raise SecurityError(f"it takes more than {MAX_STEPS:,} steps")
 
 
-@pass_context  # or it would be called when the template is compiled
-def _counted(_: Context, items: Iterable[Any]) -> Iterator[Any]:
+def _passes(items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
         _step()
         yield item
+
+
+@pass_context  # or it would be called when the template is compiled
+def _counted(_: Context, items: Iterable[Any]) -> Iterator[Any]:
+    return _passes(items)
 
 
 @pass_context

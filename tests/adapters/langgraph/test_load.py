@@ -18,8 +18,10 @@ from langgraph.types import Command, RetryPolicy, interrupt
 
 from forkserve.adapters.langgraph import Branch, ForkServe
 from tests.instructions import own_calls
+from tests.waiting import HANGS_S
 
-from .graphs import PROMPT, Boom, State, fan_out
+from .graphs import PROMPT, THREAD, Boom, State, fan_out
+from .test_turns import Talk, render, user
 
 START_STATE: Any = {"prompt": PROMPT}
 RETRY = {
@@ -199,3 +201,43 @@ def test_the_decorator_costs_little(fs: ForkServe) -> None:
         assert calls[-1]["ByteTokenizer.encode"] <= 1  # the prompt, once a run
     few, many = (sum(found.values()) for found in calls)
     assert (many - few) / 20 < 120  # 94 when this was written
+
+
+def test_what_a_node_leaves_from_is_not_closed_to_make_room(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run has found the session, and another thread needs room before it has its branch."""
+    fs = make(render=render, keep=1)
+    seen: list[str] = []
+
+    @fs.node
+    def first(state: Talk, fork: Branch):
+        fork.append("[first]")
+
+    @fs.node
+    def second(state: Talk, fork: Branch):
+        seen.append(fork.full_text)
+
+    build = StateGraph(Talk)
+    build.add_node("first", first)
+    build.add_node("second", second)
+    build.add_edge(START, "first")
+    build.add_edge("first", "second")
+    stops = ["second"]
+    graph = fs.bind(build.compile(checkpointer=InMemorySaver(), interrupt_before=stops))
+    graph.invoke(user("ONE"), THREAD)
+    other: Any = {"configurable": {"thread_id": "other"}}
+    tree, others = fs.engine.tree, list[threading.Thread]()
+
+    def meanwhile(session: str) -> Any:
+        if not others and not fs._registry.lock._is_owned():
+            others.append(threading.Thread(target=graph.invoke, args=(user("TWO"), other)))
+            others[0].start()
+            others[0].join(HANGS_S)
+        return tree(session)
+
+    monkeypatch.setattr(fs.engine, "tree", meanwhile)
+    graph.invoke(None, THREAD)
+    assert len(others) == 1
+    assert seen == ["human: ONE\nai: [first]"]
+    assert (fs.stats["opened"], fs.stats["reopened"]) == (2, 0)

@@ -251,3 +251,22 @@ def test_a_run_that_nobody_can_resume_leaves_no_open_session(tmp_path: Path) -> 
         assert closed(fs) == [False]
     with Process(tmp_path) as fs:
         assert closed(fs) == [True]
+
+
+def test_a_run_that_begins_while_others_are_closed_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another adapter of the engine, in another thread, is as quick as that."""
+    with Process(tmp_path) as fs:
+        catalog, engine = fs.engine.store.catalog, fs.engine
+        read = catalog.read
+
+        def late(*query: Any) -> Any:
+            monkeypatch.undo()
+            engine.open([1, 2, 3], session="langgraph-run-x")
+            return read(*query)
+
+        monkeypatch.setattr(catalog, "read", late)
+        ForkServe(engine)
+        assert engine.sessions() == ["langgraph-run-x"]
+        assert closed(fs) == [False]

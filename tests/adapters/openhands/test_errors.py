@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -145,3 +146,23 @@ def test_the_reply_is_as_long_as_was_asked_for(rig: Rig) -> None:
     short = llm(rig, max_output_tokens=7).completion(HI)
     assert short.raw_response.choices[0].finish_reason == "length"
     assert short.raw_response.usage.completion_tokens == 7
+
+
+def test_a_conversation_without_a_thread_beside_it(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is speculated on then; it says so, and the conversation goes on."""
+    start = threading.Thread.start
+
+    def limited(self: threading.Thread) -> None:
+        if self.name == "forkserve-openhands":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    rig = Rig(tmp_path)
+    assert llm(rig).completion(HI)
+    assert rig.adapter._worker.run(lambda: pytest.fail("it has no thread")).result() is None
+    rig.adapter._worker.settle()
+    assert "no thread for 'forkserve-openhands'" in caplog.text
+    rig.close()

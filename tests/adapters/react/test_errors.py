@@ -18,7 +18,7 @@ from forkserve.adapters.tools import (
     ToolTimeout,
     UnknownTool,
 )
-from forkserve.errors import AdapterError, ConfigError
+from forkserve.errors import AdapterError, BackendError, ConfigError
 from tests.waiting import HANGS_S
 
 from .agents import add, look, run
@@ -47,6 +47,23 @@ def test_calls_that_cannot_be_made(
     assert result.messages[-2]["role"] == "tool"
     assert result.messages[-2]["content"] == seen.text
     assert result.text == "Sorry."
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_a_tool_that_gets_no_thread(make: Make, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no fault of the tool, and the model could do nothing about it."""
+    start = threading.Thread.start
+
+    def limited(self: threading.Thread) -> None:
+        if self.name.startswith("tool-"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    eng = make(spoken({"add": {"a": 1}}), "Done.")
+    with pytest.raises(BackendError, match=r"no thread for 'tool-add'.*ulimit"):
+        run(ReactAgent(eng, [add]), "Go.", how)
+    eng.check()
 
 
 def test_a_malformed_call_is_told_to_the_model(make: Make) -> None:
