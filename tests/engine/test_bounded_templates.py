@@ -70,6 +70,16 @@ def test_what_stays_as_it_was() -> None:
         render("{% for i in none %}{% endfor %}")
 
 
+@pytest.mark.parametrize("name", ["function", "context", "args", "kwargs", "obj", "operator"])
+def test_arguments_have_any_name(name: str) -> None:
+    """Templates that write tools like to call one ``function``."""
+    macro = f"{{% macro m({name}) %}}[{{{{ {name} }}}}]{{% endmacro %}}"
+    assert render(f"{macro}{{{{ m({name}=messages[1].content) }}}}") == "[<x>]"
+    assert render(f"{{% set n = namespace({name}=1) %}}{{{{ n.{name} }}}}") == "1"
+    found = ChatTemplate(f"{macro}{{{{ m({name}=messages[1].content) }}}}", {}, "here", ["<x>"])
+    assert found.render(MESSAGES, None, None, True).plain == ((1, 4),)
+
+
 @pytest.mark.parametrize(
     "source",
     [

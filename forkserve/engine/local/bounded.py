@@ -50,7 +50,8 @@ class Bounded(ImmutableSandboxedEnvironment):
             joined.nodes = [through(whole, "forkserve_sized")]
         return tree.set_environment(self)  # type: ignore[return-value]  # it is the tree
 
-    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
+    # Arguments of a template may have any names: {{ render(function=tool.function) }}.
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call; it is a step."""
         _step()
         return super().call(context, function, *args, **kwargs)

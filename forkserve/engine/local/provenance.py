@@ -342,7 +342,7 @@ class Follower(Bounded):
         """`obj[argument]`, by the argument's own name."""
         return super().getitem(obj, read(argument) if isinstance(argument, str) else argument)
 
-    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call; methods of text search in what the text says."""
         owner = getattr(function, "__self__", None)
         if isinstance(owner, str) and (method := _METHODS.get(function.__name__)) is not None:
