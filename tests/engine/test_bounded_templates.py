@@ -23,6 +23,7 @@ def render(source: str) -> str:
         "{% for i in range(9999) %}{% for j in range(9999) if j > i %}{% endfor %}{% endfor %}",
         "{% macro m(n) %}{% if n %}{{ m(n - 1) ~ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
         "{% for i in [1] recursive %}{{ loop([1, 1]) if loop.depth < 60 }}{% endfor %}",
+        "{% for i in range(3) recursive %}{{ loop(range(9000)) if loop.depth < 2 }}{% endfor %}",
     ],
 )
 def test_steps_are_counted(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +66,12 @@ def test_what_stays_as_it_was() -> None:
     assert render("{% for i in [7, 8] %}" + loop + "{% endfor %}") == "228a21b"
     assert render("{% for i in nothing %}{{ i }}{% else %}none{% endfor %}") == "none"
     assert render("{% for i in range(3) if i != 1 %}{{ i }}{% endfor %}") == "02"
+    down = "{{ loop.length }}{{ loop.depth }}{{ loop(i.a) if i.a }}{{ loop.last }} "
+    assert render("{% for i in [{'a': [{}, {}]}] recursive %}" + down + "{% endfor %}") == (
+        "1122False 22True True "
+    )
+    with pytest.raises(ModelError, match="missing 1 required positional argument"):
+        render("{% for i in [1] recursive %}{{ loop() }}{% endfor %}")
     assert render("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}") == "a1"
     with pytest.raises(ModelError, match="'NoneType' object is not iterable"):
         render("{% for i in none %}{% endfor %}")

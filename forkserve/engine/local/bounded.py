@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 __all__ = ["MAX_STEPS", "Bounded", "begin"]
@@ -54,6 +54,8 @@ class Bounded(ImmutableSandboxedEnvironment):
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call; it is a step."""
         _step()
+        if isinstance(function, LoopContext):  # a recursive loop goes down
+            args = (*(_counted(context, items) for items in args[:1]), *args[1:])
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
