@@ -31,7 +31,8 @@ def begin() -> None:
 
 
 class Bounded(ImmutableSandboxedEnvironment):
-    """Templates that take more than `MAX_STEPS` steps, or make too large a value, fail."""
+    """Templates that take more than `MAX_STEPS` steps fail, and sums, products, powers and joins by
+    ``~`` that are too large.  What filters and methods make is not measured."""
 
     intercepted_binops: ClassVar[frozenset[str]] = frozenset(("+", "*", "**"))  # type: ignore[misc]
 
