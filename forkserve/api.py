@@ -267,6 +267,8 @@ class Engine(Opening):
                 raise ConfigError("commit takes full=True or at=, not both")
             if full:
                 own = tree.tokens(target).tolist()
+                if isinstance(tokens, str) and observed[: len(own)] != own:
+                    observed = self._guard.ids(tokens)  # begun without begin-of-text
                 if observed[: len(own)] != own:
                     raise NodeError(
                         f"the full sequence of {len(observed)} tokens does not extend the "

@@ -15,6 +15,7 @@ from forkserve.engine.local import LocalBackend
 from forkserve.engine.local.tokenizer import LocalTokenizer
 from forkserve.engine.mock import ByteTokenizer
 from forkserve.engine.prompting import opening_ids
+from forkserve.errors import NodeError
 from forkserve.types import SamplingParams
 
 from .conftest import Checkpoints, tiny_config, tiny_tokenizer
@@ -136,7 +137,11 @@ def test_sessions(checkpoint: Checkpoints, tmp_path: Path, trusted: bool) -> Non
             assert s.tokens == [BEGIN, *eng.backend.tokenizer.encode("a tree grows")]
             with eng.session(s.text) as same:  # which names the token
                 assert same.tokens == s.tokens
-        with eng.session(text[1:]) as s:
+        with eng.session(text[1:]) as s:  # begun without, as by ids or a template
             assert s.tokens == text[1:]
+            s.commit("a tree grows", full=True)
+            assert s.tokens == eng.backend.tokenizer.encode("a tree grows")
+            with pytest.raises(NodeError, match="does not extend"):
+                s.commit("a bush", full=True)
         with eng.session([{"role": "user", "content": "hi"}]) as s:
             assert s.text == "[user] hi\n"

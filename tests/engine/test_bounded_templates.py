@@ -57,6 +57,14 @@ def test_sizes_are_bounded(source: str, what: str) -> None:
         render(source)
 
 
+def test_methods_that_pad() -> None:
+    with pytest.raises(ModelError, match="more than 67,108,864 characters"):
+        render("{{ 'a'.center(10 ** 10) }}")
+    assert render("{{ 'a'.center(3) }}|{{ 'a,b'.split(',', 1) }}") == " a |['a', 'b']"
+    with pytest.raises(ModelError, match="'lipsum' is undefined"):
+        render("{{ lipsum(10 ** 9) }}")
+
+
 def test_what_stays_as_it_was() -> None:
     assert render("{{ 2 ** 10 * 3 + 1 }} {{ 'ab' * 2 }} {{ [1] + [2] }} {{ 'a' ~ 1 ~ none }}") == (
         "3073 abab [1, 2] a1None"
@@ -68,9 +76,25 @@ def test_what_stays_as_it_was() -> None:
     assert render("{% for i in [1] recursive %}" + loop + "{% endfor %}") == "122321"
     assert render("{% for i in nothing %}{{ i }}{% else %}none{% endfor %}") == "none"
     assert render("{% for i in range(3) if i != 1 %}{{ i }}{% endfor %}") == "02"
+    down = "{{ loop.length }}{{ loop.depth }}{{ loop(i.a) if i.a }}{{ loop.last }} "
+    assert render("{% for i in [{'a': [{}, {}]}] recursive %}" + down + "{% endfor %}") == (
+        "1122False 22True True "
+    )
+    with pytest.raises(ModelError, match="missing 1 required positional argument"):
+        render("{% for i in [1] recursive %}{{ loop() }}{% endfor %}")
     assert render("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}") == "a1"
     with pytest.raises(ModelError, match="'NoneType' object is not iterable"):
         render("{% for i in none %}{% endfor %}")
+
+
+@pytest.mark.parametrize("name", ["function", "context", "args", "kwargs", "obj", "operator"])
+def test_arguments_have_any_name(name: str) -> None:
+    """Templates that write tools like to call one ``function``."""
+    macro = f"{{% macro m({name}) %}}[{{{{ {name} }}}}]{{% endmacro %}}"
+    assert render(f"{macro}{{{{ m({name}=messages[1].content) }}}}") == "[<x>]"
+    assert render(f"{{% set n = namespace({name}=1) %}}{{{{ n.{name} }}}}") == "1"
+    found = ChatTemplate(f"{macro}{{{{ m({name}=messages[1].content) }}}}", {}, "here", ["<x>"])
+    assert found.render(MESSAGES, None, None, True).plain == ((1, 4),)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,17 @@ def test_helpers() -> None:
     assert render("{{ 'é' | tojson(ensure_ascii=true) }}") == '"\\u00e9"'
 
 
+@pytest.mark.parametrize("options", ["", "(false)", "(true, 2)", "(ensure_ascii=true)"])
+def test_arguments_of_tojson_by_place_or_name(options: str) -> None:
+    """What is content is told from what the template writes, and stays as it is."""
+    source = "{{ messages[0].content | tojson" + options + " }}"
+    template = ChatTemplate(source, {}, "here", ["<x>"])
+    text = template.render([{"role": "user", "content": "é<x>"}], None, None, True)
+    at = text.index("<x>")
+    assert json.loads(text) == "é<x>"
+    assert any(begin <= at and end >= at + 3 for begin, end in text.plain)
+
+
 def test_refusals_are_model_errors() -> None:
     with pytest.raises(ModelError, match="refused 1 messages: roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")

@@ -296,11 +296,11 @@ def _read_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _tojson(dump: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(dump)
-    def dumped(value: Any, **options: Any) -> str:
-        if options.get("ensure_ascii"):  # the shadow itself would be escaped
+    def dumped(value: Any, ensure_ascii: bool = False, *args: Any, **options: Any) -> str:
+        if ensure_ascii:  # the shadow itself would be escaped
             bare = json.loads(json.dumps(value), object_pairs_hook=_bare)
-            return _moved(dump(read(bare), **options))
-        return dump(value, **options)
+            return _moved(dump(read(bare), ensure_ascii, *args, **options))
+        return dump(value, ensure_ascii, *args, **options)
 
     return dumped
 
@@ -342,7 +342,7 @@ class Follower(Bounded):
         """`obj[argument]`, by the argument's own name."""
         return super().getitem(obj, read(argument) if isinstance(argument, str) else argument)
 
-    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call; methods of text search in what the text says."""
         owner = getattr(function, "__self__", None)
         if isinstance(owner, str) and (method := _METHODS.get(function.__name__)) is not None:
