@@ -166,12 +166,13 @@ class Store:
                 self.behind = WriteBehind(
                     self.vault, places[0].place, on_failure=self.failed, pace=self.pace
                 )
-                self.behind.start()
             self.scrubber: Scrubber | None = None
             if scrub_bytes_s is not None and may_write:
                 self.scrubber = Scrubber(
                     self.vault, scrub_bytes_s, on_failure=self.failed, pace=self.pace
                 )
+            if self.behind is not None:  # last: a scrubber that gets no thread leaves none
+                self.behind.start()
         except BaseException:
             self.catalog.close()
             raise

@@ -110,7 +110,7 @@ def test_the_whole_of_it_on_a_fake_gpu(tmp_path: Path) -> None:
     assert file.name == "fake-gpu-9000.json"
     result = json.loads(file.read_text())
     assert result["tests"]["passed"]
-    assert "4 passed" in result["tests"]["summary"]
+    assert result["tests"]["summary"].startswith("4 passed")
     assert "4 skipped" in result["tests"]["summary"], "modules that need the engine's packages"
     assert {"device", "driver", "versions", "commit", "date"} <= result.keys()
     assert result["versions"]["triton"]
