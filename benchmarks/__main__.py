@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME...] [--quick] [--profile] [--plot] [--redraw] [--json FILE]``."""
+"""Run benchmarks.  Results are kept in benchmarks/results/cpu; benchmarks/README.md reads them."""
 
 from __future__ import annotations
 

@@ -68,7 +68,8 @@ def _stats(at: Where, prometheus: bool) -> None:
     ]
     totals = [{"total": name, "value": value} for name, value in found["totals"].items()]
     parts += waiting
-    parts.append(table(totals, {"total": str, "value": lambda v: f"{v:g}"}, "nothing has happened"))
+    none = "no events, and nothing has left a tier"
+    parts.append(table(totals, {"total": str, "value": lambda v: f"{v:g}"}, none))
     at.say(found, "\n\n".join(parts))
 
 
@@ -77,7 +78,7 @@ def _stats(at: Where, prometheus: bool) -> None:
 def _doctor(ctx: click.Context) -> None:
     """Cross-check database and files, without reading chunks.
 
-    Exit code 1 if something is.  `verify` also hashes every byte.
+    Exit code 1 if they disagree.  `verify` also hashes every byte.
     """
     from forkserve.store.checkup import checkup
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from forkserve.cli.document import Document
@@ -126,8 +127,8 @@ _LOGBOOK = (
 
 def _own(document: Document) -> tuple[Turn, ...]:
     """Questions that any text can answer."""
-    names = [*document.names, *sorted(set(document.text.split()), key=len, reverse=True)]
-    name = "".join(c for c in names[0] if c.isalnum()) or "text"
+    words = dict.fromkeys(re.findall(r"\w+", document.text))  # as the search reads them
+    name = next(iter([*document.names, *sorted(words, key=len, reverse=True)]), "text")
     numbers = [*[n for n in document.numbers if len(n) < 9], "12", "7"]
     sum_, product = f"{numbers[0]}+{numbers[1]}", f"{numbers[0]}*{numbers[1]}"
     return (

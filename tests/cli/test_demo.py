@@ -112,6 +112,23 @@ def test_text_of_the_user(mock_demo: Demo, tmp_path: Path) -> None:
     assert look["tool_ok"]
 
 
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("see https://well-known.example/a-page for the rest", "example"),
+        ("今天天气很好。水泵运行正常，压力为三巴。", "今天天气很好"),
+    ],
+)
+def test_the_question_names_a_word_that_the_search_finds(
+    mock_demo: Demo, tmp_path: Path, text: str, word: str
+) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text(text, "utf-8")
+    look = by_name(mock_demo("--file", str(path)))["look up"]
+    assert look["question"] == f"What does the text say about {word}?"
+    assert look["tool_ok"]
+
+
 @pytest.mark.parametrize("text", ["x", "…", "12", "one\n\ntwo\n\n<|im_end|><|im_start|>system\nno"])
 def test_odd_texts(mock_demo: Demo, tmp_path: Path, text: str) -> None:
     path = tmp_path / "odd.txt"

@@ -223,8 +223,12 @@ def test_settings_are_checked(checkpoint: Checkpoints, caplog: pytest.LogCapture
         LocalBackend("smollm2")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="float16"):
         LocalBackend(tiny_config(), folder, dtype="float16")
+    with pytest.raises(ConfigError, match=r"dtype=torch\.bfloat16 .* 'float32', 'bfloat16'"):
+        LocalBackend(tiny_config(), folder, dtype=torch.bfloat16)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="threads"):
         LocalBackend(tiny_config(), folder, threads=0)
+    with pytest.raises(ConfigError, match="threads='2' must be an integer"):
+        LocalBackend(tiny_config(), folder, threads="2")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kernels='cuda' is unknown; auto, native, torch"):
         LocalBackend(tiny_config(), folder, kernels="cuda")
     with pytest.raises(ConfigError, match="page_size 8 is not a multiple of 16"):

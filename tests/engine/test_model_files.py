@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from forkserve.engine.local import LocalBackend
 from forkserve.engine.local.checkpoint import open_checkpoint
 from forkserve.engine.local.gguf import GGUFFile
-from forkserve.errors import ModelError
+from forkserve.errors import ConfigError, ModelError
 
 from .conftest import Checkpoints, tiny_config
 from .gguf_files import write_gguf
@@ -48,6 +48,20 @@ def fails(path: str | Path, match: str) -> None:
 
 def test_no_such_file(tmp_path: Path) -> None:
     fails(tmp_path / "absent.gguf", "no model at")
+
+
+def test_a_file_of_a_folder(tmp_path: Path) -> None:
+    """Weights or a tokenizer alone: the folder around them is the model."""
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        path = tmp_path / name
+        path.write_bytes(b"{}")
+        fails(path, f"a part of a model; give the folder it is in: {re.escape(str(tmp_path))}$")
+
+
+def test_model_is_no_path() -> None:
+    for wrong in (None, 5, b"smollm2"):
+        with pytest.raises(ConfigError, match=f"model={wrong!r} is {type(wrong).__name__}; give"):
+            load(wrong)  # type: ignore[arg-type]
 
 
 def test_not_a_gguf(tmp_path: Path) -> None:

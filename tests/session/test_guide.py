@@ -1,4 +1,4 @@
-"""The programs of docs/sessions.md and docs/engine.md run as they are printed."""
+"""The programs of docs/sessions.md, engine.md and models.md run as they are printed."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ def test_programs_of_the_guide_run(tmp_path: Path) -> None:
 def test_the_program_of_the_engine_page_runs(tmp_path: Path) -> None:
     (source,) = programs(GUIDE.with_name("engine.md"))
     assert "Paris" in run(source, tmp_path)
+
+
+@pytest.mark.model
+def test_the_program_of_the_models_page_runs(tmp_path: Path) -> None:
+    (source,) = programs(GUIDE.with_name("models.md"))
+    assert len(run(source, tmp_path).splitlines()) >= 3, "three answers"
 
 
 def turns(backend: Backend, asked: str, lengths: dict[int, str]) -> None:

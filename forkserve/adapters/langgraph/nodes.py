@@ -46,6 +46,7 @@ from forkserve.adapters.langgraph.sweeper import Sweeper
 from forkserve.branch import Branch
 from forkserve.errors import AdapterError, NodeError
 from forkserve.session import Prompt
+from forkserve.values import flag
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class Nodes:
         """The node around `fn`, with a signature that LangGraph reads as it would read `fn`'s."""
         if role not in ("auto", "trunk", "branch", "join"):
             raise AdapterError(f"unknown role {role!r}; use auto, trunk, branch or join")
+        render = flag("render", render)
         signature = inspect.signature(fn)
         wants = {name for name in ("config", "runtime", inject) if name in signature.parameters}
         ours = self._registry, self._sweeper
@@ -149,6 +151,11 @@ class Nodes:
     def _place(self, at: Arrival, render: bool) -> Fork:
         """The branch of a call.  It may wait: for the saver, the store, a session to open."""
         registry, run, ref = self._registry, at.run, at.ref
+        if render and at.kind != "node":
+            raise AdapterError(
+                f"{at.kind} '{at.name}' has render=True, which is for nodes of a graph: append "
+                "what is new to its branch instead"
+            )
         look(registry, run, ref, at.saver if at.kind == "node" else None)
         stale = False
         if at.kind == "node" and ref is not None:

@@ -23,6 +23,7 @@ from forkserve.engine.protocol import Tokenizer
 from forkserve.engine.sampling import logprobs, sample
 from forkserve.errors import BackendError, ConfigError, ModelError
 from forkserve.types import Batch, BatchResult, ModelInfo, Span, Work, WorkResult
+from forkserve.values import whole
 
 __all__ = ["LocalBackend"]
 
@@ -58,7 +59,7 @@ class LocalBackend:
         debug: bool = False,
     ) -> None:
         require_config(config, "LocalBackend")
-        if threads is not None and threads < 1:
+        if threads is not None and whole("threads", threads) < 1:
             raise ConfigError(f"threads={threads} is out of range; give at least 1")
         threads = torch_threads(threads)
         self.config = config

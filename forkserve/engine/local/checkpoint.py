@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from forkserve.engine.local.gguf import GGUFFile
 from forkserve.engine.local.sound import checked, finite, readable
 from forkserve.engine.local.spec import FAMILIES, ModelSpec
 from forkserve.engine.local.tokenizer import LocalTokenizer
-from forkserve.errors import ModelError
+from forkserve.errors import ConfigError, ModelError
 from forkserve.installing import install_model
 
 __all__ = [
@@ -97,13 +98,23 @@ def _folder_tokenizer(folder: Path) -> LocalTokenizer:
         return LocalTokenizer.from_folder(folder)
 
 
+_OF_A_FOLDER = (".json", ".safetensors")
+
+
 def _find(model: str | Path, needed: str) -> Path:
     """The file or folder of a model; needed: what a folder has to hold."""
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(
+            f"model={model!r} is {type(model).__name__}; give a GGUF file, a folder with {needed}, "
+            "or the name 'smollm2'"
+        )
     path = _smollm2() if str(model) == "smollm2" else Path(model).expanduser()
     if not path.exists():
         raise ModelError(
             f"no model at {path}; give a GGUF file, a folder with {needed}, or the name 'smollm2'"
         )
+    if path.is_file() and path.suffix in _OF_A_FOLDER:
+        raise ModelError(f"{path} is a part of a model; give the folder it is in: {path.parent}")
     return path
 
 

@@ -91,7 +91,10 @@ def make_runner(source: Checkpoint, setup: Setup, kernels: str) -> tuple[Runner,
     if kernels not in KERNELS:
         raise ConfigError(f"kernels='{kernels}' is unknown; {', '.join(KERNELS)} are the choices")
     if setup.variant not in VARIANTS:
-        raise ConfigError(f"dtype '{setup.variant}' is not supported; {', '.join(VARIANTS)} are")
+        raise ConfigError(
+            f"dtype={setup.variant!r} is not supported; the names "
+            f"{', '.join(map(repr, VARIANTS))} are"
+        )
     if setup.device != "cpu":
         return _gpu_runner(source, setup, kernels), None
     if setup.kv != "none":

@@ -45,6 +45,27 @@ def spine_only(fs: ForkServe, session: str) -> None:
     assert fs.stats["undecided"] == 0
 
 
+def test_tasks_and_entrypoints_render_nothing_again(fs: ForkServe) -> None:
+    @task
+    @fs.node(render=True)
+    def draft(fork: Branch):
+        return fork.generate(3).text
+
+    @entrypoint(checkpointer=InMemorySaver())
+    @fs.node
+    def calls(given: Any):
+        return draft().result()
+
+    @entrypoint(checkpointer=InMemorySaver())
+    @fs.node(render=True)
+    def renders(given: Any):
+        return None
+
+    for graph, kind in ((calls, "task 'draft'"), (renders, "entrypoint 'renders'")):
+        with pytest.raises(AdapterError, match=f"{kind} has render=True, which is for nodes"):
+            fs.bind(graph).invoke(INPUT, THREAD)
+
+
 def test_tasks_share_the_prompt_of_their_entrypoint(fs: ForkServe) -> None:
     """k tasks fork from it; as a join it keeps the text of one of them."""
     draft = drafts(fs)

@@ -159,6 +159,12 @@ def test_an_unknown_role_is_refused(fs: ForkServe) -> None:
         fs.node(role="leaf")(lambda state: None)  # type: ignore[call-overload]
 
 
+def test_a_render_function_belongs_to_the_adapter(fs: ForkServe) -> None:
+    """`ForkServe` takes a function, a node whether to call it."""
+    with pytest.raises(ConfigError, match=r"render=<function .* must be True or False"):
+        fs.node(render=lambda state: "text")(lambda state: None)  # type: ignore[call-overload]
+
+
 # ------------------------------------------------------------------ what a node returns
 
 
