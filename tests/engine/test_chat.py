@@ -59,7 +59,7 @@ def test_refusals_are_model_errors() -> None:
     with pytest.raises(ModelError, match=r"refused 1 messages: ZeroDivisionError: .*division"):
         render("{{ 1 // 0 }}")
     with pytest.raises(ModelError, match=r"refused 1 messages: MemoryError$"):
-        render("{{ 'a'.ljust(2 ** 62) }}")
+        render("{{ 'a' | center(2 ** 62) }}")
     with pytest.raises(ModelError, match="does not compile"):
         render("{% for %}")
     with pytest.raises(ModelError, match="refused"):
