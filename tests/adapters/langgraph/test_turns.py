@@ -198,11 +198,8 @@ def test_time_travel_goes_where_the_checkpoint_says(make: Any) -> None:
     assert seen[-2:] == ["human: FIRST\nhuman: ELSE\nai: ", "human: FIRST\nhuman: ELSE\nai: x"]
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_a_fan_out_at_the_start_leaves_from_what_was_said(make: Any, named: bool) -> None:
-    """Whether its Sends name the trunk's old end or nothing; the join stands there too."""
-    fs = make(render=render)
-    seen: list[str] = []
+def drafts(fs: Any, seen: list[str], *, named: bool = True, **options: Any) -> Any:
+    """A graph of two drafts and their join; named: its Sends name the trunk's old end."""
 
     @fs.node
     def draft(state: Any, fork: Branch):
@@ -223,7 +220,15 @@ def test_a_fan_out_at_the_start_leaves_from_what_was_said(make: Any, named: bool
     build.add_node("pick", pick)
     build.add_conditional_edges(START, fan, ["draft"])
     build.add_edge("draft", "pick")
-    graph = fs.bind(build.compile(checkpointer=InMemorySaver()))
+    return fs.bind(build.compile(checkpointer=InMemorySaver(), **options))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_fan_out_at_the_start_leaves_from_what_was_said(make: Any, named: bool) -> None:
+    """Whether its Sends name the trunk's old end or nothing; the join stands there too."""
+    fs = make(render=render)
+    seen: list[str] = []
+    graph = drafts(fs, seen, named=named)
     graph.invoke(user("FIRST"), THREAD)
     result = graph.invoke(user("SECOND"), THREAD)
     told = "human: FIRST\nai: draft 1\nhuman: SECOND\nai: "
@@ -244,27 +249,7 @@ def test_a_fan_out_that_waited_has_one_place_to_leave_from(make: Any) -> None:
     """The branches were held before they ran, and the join stands where they left from."""
     fs = make(render=render)
     seen: list[str] = []
-
-    @fs.node
-    def draft(state: Any, fork: Branch):
-        seen.append(fork.full_text)
-        fork.append(f"draft {state['i']}")
-
-    @fs.node(role="join")
-    def pick(state: Talk):
-        said = {"messages": [("ai", "draft 1")]}
-        return {**fs.commit_winner(state["fork_refs"], lambda refs: refs[1]), **said}
-
-    def fan(state: Any) -> list[Any]:
-        return [fs.send("draft", {"i": i}, parent=state.get("fork_tip")) for i in range(2)]
-
-    build = StateGraph(Talk)
-    build.add_node("draft", draft)
-    build.add_node("pick", pick)
-    build.add_conditional_edges(START, fan, ["draft"])
-    build.add_edge("draft", "pick")
-    stops = ["draft", "pick"]
-    graph = fs.bind(build.compile(checkpointer=InMemorySaver(), interrupt_before=stops))
+    graph = drafts(fs, seen, interrupt_before=["draft", "pick"])
     for text in ("FIRST", "SECOND"):
         graph.invoke(user(text), THREAD)
         graph.invoke(None, THREAD)
